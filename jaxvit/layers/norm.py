@@ -1,0 +1,36 @@
+"""Normalisation over the last axis, computed in float32 whatever the dtype."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+
+class LayerNorm(nnx.Module):
+    """Biased variance of the centred values, as in PyTorch: E[x^2] - E[x]^2 loses digits on flat rows."""
+
+    def __init__(self, width: int, eps: float):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((width,), jnp.float32))
+
+    def __call__(self, x: Float[Array, "... width"]) -> Float[Array, "... width"]:
+        wide = x.astype(jnp.float32)
+        centred = wide - wide.mean(-1, keepdims=True)
+        y = centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.eps)
+        return (y * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x), cast to x's dtype, then times the scale: the order of casts is the reference's."""
+
+    def __init__(self, width: int, eps: float):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
+
+    def __call__(self, x: Float[Array, "... width"]) -> Float[Array, "... width"]:
+        wide = x.astype(jnp.float32)
+        y = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
+        return y.astype(x.dtype) * self.scale[...]
