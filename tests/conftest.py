@@ -1,0 +1,78 @@
+"""What every test runs under: CPU unless asked otherwise, strict dtypes, and checked array shapes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+# Nothing may be fetched while testing, and a test that tries fails at once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jax
+import jaxtyping
+import pytest
+
+# Before any import of the package: its annotations are checked under pytest, and only there.
+jaxtyping.install_import_hook("jaxvit", "beartype.beartype")
+
+ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = ("torch", "torchvision", "transformers")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    missing = missing_reference()
+    if os.environ.get("JAXVIT_FULL") == "1" and missing:
+        raise pytest.UsageError(
+            f"JAXVIT_FULL=1 promises the PyTorch reference, but {', '.join(missing)} cannot be imported: "
+            "pip install -e '.[compare]' -c constraints.txt"
+        )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("reference") and (missing := missing_reference()):
+        pytest.skip(f"needs {', '.join(missing)}")
+    if item.get_closest_marker("gpu") and jax.default_backend() == "cpu":
+        pytest.skip("needs an accelerator (JAX_PLATFORMS=cuda)")
+
+
+def missing_reference() -> list[str]:
+    return [name for name in REFERENCE if importlib.util.find_spec(name) is None]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository's folder."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def photos() -> dict[str, Path]:
+    """The demo's photographs, by name without suffix."""
+    folder = ROOT / "weights" / "demo" / "photos"
+    return {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in (".png", ".jpg")}
+
+
+class Compilations:
+    """Counts the programs that XLA's backend compiled: ``count`` since the fixture began or since ``reset()``."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def reset(self) -> None:
+        self.count = 0
+
+    def __call__(self, event: str, duration: float, **_: object) -> None:
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+
+_compilations = Compilations()
+jax.monitoring.register_event_duration_secs_listener(_compilations)
+
+
+@pytest.fixture
+def compilations() -> Compilations:
+    _compilations.reset()
+    return _compilations

@@ -1,0 +1,84 @@
+"""The repository keeps its own promises: layout, packaging, licences, and no address of a registry or a machine."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+
+@pytest.fixture(scope="module")
+def project(root: Path) -> dict:
+    return tomllib.loads((root / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def tracked(root: Path) -> list[Path]:
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True)
+    if listing.returncode:
+        pytest.skip("not a git checkout")
+    return [root / name for name in listing.stdout.split("\0") if name and (root / name).is_file()]
+
+
+def test_every_extra_of_the_guide_exists(project: dict) -> None:
+    extras = set(project["project"]["optional-dependencies"])
+    assert {"cuda12", "cuda13", "compare", "tokamax", "video", "plots", "ray", "test"} <= extras
+
+
+def test_the_default_install_holds_no_torch(project: dict) -> None:
+    names = {re.split(r"[\[<>=;]", line)[0] for line in project["project"]["dependencies"]}
+    assert not names & {"torch", "torchvision", "transformers"}
+
+
+def test_every_constraint_pins_one_version_and_names_no_address(root: Path) -> None:
+    for line in (root / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            assert re.fullmatch(r'[\w-]+==[\w.]+(; python_version (<|>=) "3\.12")?', line), line
+
+
+def test_no_file_names_a_registry_or_a_folder_of_a_machine(tracked: list[Path]) -> None:
+    # The hosts are written in pieces, so that this file does not find itself.
+    forbidden = re.compile(
+        "|".join(
+            ["pypi" + r"\.org", "pythonhosted" + r"\.org", "--(extra-)?index" + "-url", "/" + "work/", "/" + "root/"]
+        )
+    )
+    found = [
+        f"{path}:{number}: {line.strip()}"
+        for path in tracked
+        if path.suffix in {".py", ".md", ".toml", ".txt", ".cfg", ""}
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if forbidden.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_layout_is_the_fixed_one(root: Path) -> None:
+    for name in ("pyproject.toml", "Makefile", ".ci/run", "LICENSE", "README.md", "constraints.txt"):
+        assert (root / name).is_file(), name
+    for name in ("jaxvit", "buckets", "weights", "tests"):
+        assert (root / name).is_dir(), name
+
+
+def test_every_photo_is_licensed_and_is_the_file_that_was_licensed(photos: dict[str, Path]) -> None:
+    assert len(photos) >= 2
+    licences = (next(iter(photos.values())).parent / "LICENSES.md").read_text()
+    rows = dict(re.findall(r"^\| `([^`]+)` \| (\d+ x \d+) \|", licences, re.M))
+    for path in photos.values():
+        assert f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}" in licences, path.name
+        with Image.open(path) as picture:
+            assert rows[path.name] == f"{picture.width} x {picture.height}"
+
+
+def test_the_photos_stay_under_a_megabyte(photos: dict[str, Path]) -> None:
+    assert sum(path.stat().st_size for path in photos.values()) < 1_000_000
+
+
+def test_the_makefile_uses_pip_alone(root: Path) -> None:
+    text = (root / "Makefile").read_text() + (root / ".ci" / "run").read_text()
+    assert not re.search(r"\b(uv|poetry|conda|pipx)\b", text)
