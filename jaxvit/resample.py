@@ -1,0 +1,151 @@
+"""The one resize of all families: uint8, antialiased, bit-equal to torchvision's uint8 resize on the CPU.
+
+Weights are integers of at most 15 bits, as in the reference: ``(sum of weight * pixel + half) >> precision``, first along
+the rows (horizontal pass), whose result is rounded to uint8, then along the columns. Here each pass is a product with a
+band matrix, a block of outputs at a time. The sums are exact in float32 while they stay below 2**24 (up to shrinking by
+about four), so the order in which BLAS adds does not matter; beyond that the same products run in float64.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, UInt8
+
+Kernel = Literal["bilinear", "bicubic"]
+
+SUPPORT: dict[str, float] = {"bilinear": 1.0, "bicubic": 2.0}
+"""Half width of each kernel, in pixels of the coarser of the two grids."""
+
+BLOCK = 32
+"""Outputs a product: few enough that the band is dense, many enough for BLAS."""
+
+CHUNK = 32
+"""Rows that are resized together: their float copies stay in the processor's cache."""
+
+
+class Band(NamedTuple):
+    """Outputs start..stop of an axis as a dense matrix over the inputs low..high."""
+
+    start: int
+    stop: int
+    low: int
+    high: int
+    weights: Float[np.ndarray, "outputs inputs"]
+
+
+class Axis(NamedTuple):
+    """The resize of one axis: its bands, and the dtype in which their sums are exact."""
+
+    bands: tuple[Band, ...]
+    dtype: type[np.floating]
+
+
+def filter_weights(distance: np.ndarray, kernel: Kernel) -> np.ndarray:
+    """The kernel's value at each distance: a triangle, or Keys' cubic with a = -0.5. float64, any shape."""
+    x = np.abs(distance)
+    if kernel == "bilinear":
+        return np.maximum(0.0, 1.0 - x)
+    a = -0.5
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return np.where(x < 1, near, np.where(x < 2, far, 0.0))
+
+
+def integer_weights(n_in: int, n_out: int, kernel: Kernel) -> tuple[np.ndarray, np.ndarray, int]:
+    """First input int64 [n_out], integer weights int64 [n_out, taps] (zero past the end) and the precision in bits."""
+    scale = n_in / n_out
+    stretch = max(scale, 1.0)
+    support = SUPPORT[kernel] * stretch
+    centre = scale * (np.arange(n_out) + 0.5)
+    low = np.maximum((centre - support + 0.5).astype(np.int64), 0)
+    size = np.minimum((centre + support + 0.5).astype(np.int64), n_in) - low
+    taps = np.arange(int(size.max()))
+    # The order of these operations is the reference's: another one moves ties of the rounding below.
+    weights = filter_weights((taps + low[:, None] - centre[:, None] + 0.5) * (1.0 / stretch), kernel)
+    weights[taps >= size[:, None]] = 0.0
+    weights /= np.cumsum(weights, axis=1)[:, -1:]  # cumsum adds one by one, as the reference does; sum adds pairwise
+    largest = weights.max()
+    precision = 0
+    while precision < 22 and int(0.5 + largest * (1 << (precision + 1))) < 1 << 15:
+        precision += 1
+    scaled = weights * (1 << precision)
+    return low, np.trunc(scaled + np.copysign(0.5, scaled)).astype(np.int64), precision
+
+
+@lru_cache(maxsize=32)
+def axis_table(n_in: int, n_out: int, kernel: Kernel) -> Axis:
+    """The band matrices of an axis, weights divided by 2**precision (exact in either float type)."""
+    low, weights, precision = integer_weights(n_in, n_out, kernel)
+    positive = np.maximum(weights, 0).sum(axis=1).max()
+    negative = np.maximum(-weights, 0).sum(axis=1).max()
+    exact = 255 * int(max(positive, negative)) + (1 << precision) <= 1 << 24
+    dtype = np.float32 if exact else np.float64
+    bands = []
+    taps = weights.shape[1]
+    for start in range(0, n_out, BLOCK):
+        stop = min(start + BLOCK, n_out)
+        first = int(low[start])
+        dense = np.zeros((stop - start, int(low[stop - 1]) - first + taps), dtype)
+        columns = (low[start:stop] - first)[:, None] + np.arange(taps)
+        np.put_along_axis(dense, columns, weights[start:stop] / (1 << precision), axis=1)
+        high = min(first + dense.shape[1], n_in)  # weights past the end are zero
+        bands.append(Band(start, stop, first, high, dense[:, : high - first]))
+    return Axis(tuple(bands), dtype)
+
+
+def rounded(sums: np.ndarray) -> np.ndarray:
+    """Rounds half up and clamps to 0..255, in place; what is left to do is to cut the fraction."""
+    sums += 0.5
+    return np.clip(sums, 0, 255, out=sums)
+
+
+def resize(
+    picture: UInt8[np.ndarray, "height width 3"], height: int, width: int, kernel: Kernel
+) -> UInt8[np.ndarray, "3 new_height new_width"]:
+    """Resizes a picture to height x width pixels with antialiasing.
+
+    An axis of unchanged length is left alone. The picture is only read. The result is a new array, channels first,
+    which is the order that most patches want.
+    """
+    n_rows, n_columns, channels = picture.shape
+    planes = picture.transpose(2, 0, 1)
+    across = axis_table(n_columns, width, kernel) if width != n_columns else None
+    down = axis_table(n_rows, height, kernel) if height != n_rows else None
+    out = np.empty((channels, height, width), np.uint8)
+    if down is None:
+        for start in range(0, n_rows, CHUNK):
+            stop = min(start + CHUNK, n_rows)
+            out[:, start:stop] = planes[:, start:stop] if across is None else across_rows(planes, start, stop, across)
+        return out
+    deepest = max(band.high - band.low for band in down.bands)
+    rows = np.empty((channels, deepest, width), down.dtype)
+    sums = np.empty((BLOCK, width), down.dtype)
+    have_low = have_high = 0
+    for band in down.bands:
+        kept = max(have_high - band.low, 0)
+        if kept:
+            # Consecutive bands overlap: these rows are resized already.
+            rows[:, :kept] = rows[:, band.low - have_low : have_high - have_low].copy()
+        for start in range(band.low + kept, band.high, CHUNK):
+            stop = min(start + CHUNK, band.high)
+            target = rows[:, start - band.low : stop - band.low]
+            target[...] = planes[:, start:stop] if across is None else across_rows(planes, start, stop, across)
+        have_low, have_high = band.low, band.high
+        part = sums[: band.stop - band.start]
+        for channel in range(channels):
+            np.matmul(band.weights, rows[channel, : band.high - band.low], out=part)
+            out[channel, band.start : band.stop] = rounded(part)
+    return out
+
+
+def across_rows(planes: np.ndarray, start: int, stop: int, axis: Axis) -> np.ndarray:
+    """Rows start..stop resized horizontally, uint8 values as floats [channels, rows, n_out]."""
+    channels, _, n_in = planes.shape
+    chunk = planes[:, start:stop].astype(axis.dtype, order="C").reshape(-1, n_in)
+    sums = np.empty((len(chunk), axis.bands[-1].stop), axis.dtype)
+    for band in axis.bands:
+        np.matmul(chunk[:, band.low : band.high], band.weights.T, out=sums[:, band.start : band.stop])
+    return np.floor(rounded(sums), out=sums).reshape(channels, stop - start, -1)
