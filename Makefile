@@ -11,7 +11,7 @@ pyenv = $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1)*/bin/python3
 PYTHON ?= $(call find,(3, 11) <= sys.version_info,python3 python3.11 python3.12 python3.13 $(call pyenv,3.11) $(call pyenv,3.12))
 PYTHON_NEXT ?= $(call find,sys.version_info[:2] == (3, 12),python3.12 python3 $(call pyenv,3.12))
 
-PIP := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 FULL := $(VENVS)/full/bin/python
 NEXT := $(VENVS)/next/bin/python
 
@@ -32,7 +32,7 @@ test-next: $(VENVS)/next/.made
 lint: $(VENVS)/full/.made
 	$(FULL) -m ruff check .
 	$(FULL) -m ruff format --check .
-	$(FULL) -m basedpyright
+	$(FULL) -m basedpyright --pythonpath $(FULL)
 
 format: $(VENVS)/full/.made
 	$(FULL) -m ruff check --fix .
