@@ -14,12 +14,12 @@ from functools import cached_property
 import numpy as np
 
 
-def keep(array: np.ndarray) -> np.ndarray:
+def as_is(array: np.ndarray) -> np.ndarray:
     """The tensor as it is stored: biases, norm weights, position tables."""
     return array
 
 
-def linear(array: np.ndarray) -> np.ndarray:
+def transpose(array: np.ndarray) -> np.ndarray:
     """A weight [out, in...] of a Linear, or of a convolution whose stride is its kernel, as a kernel [in, out]."""
     return array.reshape(array.shape[0], -1).T
 
@@ -37,7 +37,7 @@ class Key:
 
     pattern: str
     target: str | None
-    transform: Callable[[np.ndarray], np.ndarray] = keep
+    transform: Callable[[np.ndarray], np.ndarray] = as_is
     part: tuple[int, int] | None = None
 
     @cached_property
