@@ -1,9 +1,9 @@
 """The one resize of all families: uint8, antialiased, bit-equal to torchvision's uint8 resize on the CPU.
 
-Weights are integers of at most 15 bits, as in the reference: ``(sum of weight * pixel + half) >> precision``, first along
-the rows (horizontal pass), whose result is rounded to uint8, then along the columns. Here each pass is a product with a
-band matrix, a block of outputs at a time. The sums are exact in float32 while they stay below 2**24 (up to shrinking by
-about four), so the order in which BLAS adds does not matter; beyond that the same products run in float64.
+Weights are integers of at most 15 bits, as in the reference: ``(sum of weight * pixel + half) >> precision``, first
+along the rows (horizontal pass), whose result is rounded to uint8, then along the columns. Here each pass is a product
+with a band matrix, a block of outputs at a time. The sums are exact in float32 while they stay below 2**24 (up to
+shrinking by about four), so the order in which BLAS adds does not matter; beyond that the same products run in float64.
 """
 
 from __future__ import annotations
