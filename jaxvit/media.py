@@ -98,26 +98,9 @@ class Video:
         return video
 
 
-@dataclass(frozen=True, eq=False)
-class Clip:
-    """A decoded video.
-
-    Attributes:
-        frames: uint8 [height, width, 3] each, all of one size.
-        fps: frames a second of these frames, None if unknown.
-        timestamps: seconds, one a frame, None if unknown.
-        prune: share of the tokens to drop.
-    """
-
-    frames: tuple[np.ndarray, ...]
-    fps: float | None = None
-    timestamps: tuple[float, ...] | None = None
-    prune: float = 0.0
-
-
-def sequence(media: Any) -> list[Any]:
+def as_sequence(media: Any) -> list[Any]:
     """The items of a call: those of a list, tuple or other iterable, or the one item that was passed."""
-    single = (str, bytes, bytearray, memoryview, os.PathLike, np.ndarray, PIL.Image.Image, Image, Video, Clip, Item)
+    single = (str, bytes, bytearray, memoryview, os.PathLike, np.ndarray, PIL.Image.Image, Image, Video, Item)
     if media is None or isinstance(media, single) or hasattr(media, "read") or not isinstance(media, Iterable):
         return [media]
     if isinstance(media, dict) or hasattr(media, "keys"):
@@ -127,8 +110,8 @@ def sequence(media: Any) -> list[Any]:
     return list(media)
 
 
-def decode(medium: Any, index: int | None = None, sample: Sampler | None = None) -> np.ndarray | Clip | Item:
-    """One item of the user's input as RGB uint8 [height, width, 3], a Clip, or, for an Item, itself.
+def decode(medium: Any, index: int | None = None, sample: Sampler | None = None) -> np.ndarray | Video | Item:
+    """One item of the user's input as RGB uint8 [height, width, 3]; a Video with such frames; an Item as it is.
 
     The array may be the caller's own memory: read it, do not keep it.
 
@@ -141,7 +124,7 @@ def decode(medium: Any, index: int | None = None, sample: Sampler | None = None)
         DependencyError: a video file without the extra ``video``.
     """
     try:
-        if isinstance(medium, (Item, Clip)):
+        if isinstance(medium, Item):
             return medium
         return _clip(medium, sample or uniform) if isinstance(medium, Video) else picture(medium)
     except MediaError as error:
@@ -346,7 +329,7 @@ def _broken(what: str, error: Exception) -> MediaError:
 # Videos --------------------------------------------------------------------------------------------------------------
 
 
-def _clip(video: Video, sample: Sampler) -> Clip:
+def _clip(video: Video, sample: Sampler) -> Video:
     what = "Video" if video.path is None else f"video {video.path!r}"
     _check_rate(what, "fps", video.fps)
     if isinstance(video.prune, bool) or not isinstance(video.prune, (int, float)) or not 0 <= video.prune < 1:
@@ -370,7 +353,8 @@ def _clip(video: Video, sample: Sampler) -> Clip:
         if frames[-1].shape != frames[0].shape:
             sizes = [f"{array.shape[0]} x {array.shape[1]}" for array in (frames[0], frames[-1])]
             raise MediaError(f"{what}: frame 0 is {sizes[0]}, frame {place} is {sizes[1]}: make all frames one size")
-    return Clip(tuple(frames), video.fps, _timestamps(video.timestamps, len(frames), what), float(video.prune))
+    times = _timestamps(video.timestamps, len(frames), what)
+    return Video(tuple(frames), fps=video.fps, timestamps=times, prune=float(video.prune))
 
 
 def _timestamps(given: Any, frames: int, what: str) -> tuple[float, ...] | None:
@@ -395,7 +379,7 @@ def _check_rate(what: str, name: str, rate: Any) -> None:
         raise MediaError(f"{what}: {name} is {rate!r}: give frames a second, more than 0, or leave it out")
 
 
-def _sampled(video: Video, what: str, sample: Sampler) -> Clip:
+def _sampled(video: Video, what: str, sample: Sampler) -> Video:
     try:
         import av
     except ImportError as error:
@@ -429,4 +413,4 @@ def _sampled(video: Video, what: str, sample: Sampler) -> Clip:
     if not frames:
         raise MediaError(f"{what}: not one frame could be decoded: pass a whole file")
     times = tuple(index / native for index in indices)
-    return Clip(tuple(frames), len(indices) / total * native, times, float(video.prune))
+    return Video(tuple(frames), fps=len(indices) / total * native, timestamps=times, prune=float(video.prune))
