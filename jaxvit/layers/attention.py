@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxvit.layers.linear import precision
 from jaxvit.models.family import Buffer

@@ -32,12 +32,12 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...]
 
 
-def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def gelu_tanh(x: Array) -> Array:
     """The tanh approximation: MLPs of MoonViT and SigLIP2 ("gelu_pytorch_tanh")."""
     return jax.nn.gelu(x, approximate=True)
 
 
-def gelu_exact(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def gelu_exact(x: Array) -> Array:
     """The exact GELU, by erf: all projectors ("gelu")."""
     return jax.nn.gelu(x, approximate=False)
 

@@ -183,6 +183,11 @@ class Family(ABC):
     def table(self) -> np.ndarray:
         """float32 [256, 3]: the normalised value of each uint8 value of each channel, bit-equal to the reference."""
 
+    @property
+    @abstractmethod
+    def channels(self) -> np.ndarray:
+        """int32 [values]: the colour channel of each value of a patch."""
+
     @abstractmethod
     def budget_range(self) -> tuple[int, int]:
         """Output tokens of the smallest and of the largest piece that the settings can produce."""

@@ -78,8 +78,10 @@ class VisionTower(nnx.Module):
     def __call__(
         self, arrays: Mapping[str, Array], attend: Mapping[str, Attend], probe: Probe = no_probe
     ) -> Float[Array, "tokens width"]:
-        """``arrays``: pixels float [patches, 1176], coordinates int32 [patches, 2], reverse int32 [tokens]."""
-        x = probe("patch_embed", self.patch_embed(arrays["pixels"]))
+        """The arrays of ``layout.buffers``, pixels normalised. A still's second frame is its first again."""
+        first = arrays["pixels"]
+        second = jnp.where(arrays["still"][:, None] != 0, first, arrays["pixels_second"])
+        x = probe("patch_embed", self.patch_embed(jnp.concatenate([first, second], axis=-1)))
         angles = angles_by_axis(arrays["coordinates"], self.config.head_dim // 4, self.config.rope_theta)
         for index, block in enumerate(self.blocks):
             reach = "full" if index in self.config.fullatt_block_indexes else "window"

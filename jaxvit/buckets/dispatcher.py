@@ -1,0 +1,314 @@
+"""Items -> plan -> bucket calls -> packed embeddings. Knows buckets and devices, and no family by name."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxvit.buckets import planner
+from jaxvit.buckets.executable import Executable, Pixels, Program, compile_program
+from jaxvit.buckets.ladder import Ladder, overflow_bucket
+from jaxvit.errors import CapacityError
+from jaxvit.models.family import Bucket, Demand, Family, Item, Piece
+
+log = logging.getLogger("jaxvit")
+
+WARM_CALLS = 3
+"""Command buffers record on the second call and update on the third."""
+
+EXACT_CACHE = 16
+"""Executables of exact shapes (``bucketed=False``) kept at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """Where a piece lies in a call: its rows of the packed embeddings start at ``offset``."""
+
+    item: int
+    piece: int
+    offset: int
+    tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One run of one bucket on one device."""
+
+    bucket: Bucket
+    pixels: Pixels
+    slots: tuple[Slot, ...]
+    patches: int
+    device: int = 0
+
+    @property
+    def fill(self) -> float:
+        """Share of the bucket's patches that are real."""
+        return self.patches / self.bucket.patches
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Which piece runs in which bucket, at which offset.
+
+    Attributes:
+        calls: in the order in which they run.
+        overflows: (item, piece) that no bucket of the ladder holds.
+    """
+
+    calls: tuple[Call, ...]
+    overflows: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def padding(self) -> float:
+        """Padded patches over patches run."""
+        run = sum(call.bucket.patches for call in self.calls)
+        return 1 - sum(call.patches for call in self.calls) / run if run else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """What a call left on the device: embeddings [tokens, width], finite bool [tokens]."""
+
+    call: Call
+    embeddings: jax.Array
+    finite: jax.Array
+
+
+@dataclass
+class Counts:
+    """Counters of one bucket."""
+
+    calls: int = 0
+    pieces: int = 0
+    patches: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Statistics:
+    """Counters since the encoder was loaded, guarded by the dispatcher's lock."""
+
+    buckets: dict[Bucket, Counts] = field(default_factory=lambda: defaultdict(Counts))
+    overflows: Counter[str] = field(default_factory=Counter)
+    compilations: int = 0
+    store_hits: int = 0
+    compile_seconds: float = 0.0
+
+
+class Dispatcher:
+    """Runs pieces through the buckets of a ladder on one or several devices.
+
+    Args:
+        family: the model family.
+        ladder: buckets in ascending order.
+        dtype: compute dtype.
+        devices: devices to spread over.
+        weights: for each device, the flat list of weights.
+        attention: "auto", or the backend that every bucket uses.
+        on_overflow: "compile" or "error".
+        build: program, device -> executable: compiles, or loads from the store.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        ladder: Ladder,
+        dtype: str,
+        devices: Sequence[jax.Device],
+        weights: Sequence[Sequence[jax.Array]],
+        attention: str = "auto",
+        on_overflow: str = "compile",
+        build: Callable[[Program, jax.Device], Executable] = compile_program,
+    ):
+        self.family, self.ladder, self.dtype = family, ladder, dtype
+        self.devices, self.weights = tuple(devices), [list(one) for one in weights]
+        self.attention, self.on_overflow, self.build = attention, on_overflow, build
+        self.strict = False
+        self.statistics = Statistics()
+        self._lock = threading.Lock()
+        self._building: dict[Any, threading.Lock] = defaultdict(threading.Lock)
+        self._ready: dict[Any, Executable] = {}
+        self._exact: OrderedDict[Any, Executable] = OrderedDict()
+
+    # planning
+
+    def plan(self, items: Sequence[Item]) -> Plan:
+        """Packs the items' pieces into buckets, each device with its own plan.
+
+        Raises:
+            CapacityError: a piece fits no bucket and ``on_overflow`` is "error".
+        """
+        jobs = [(index, number, piece) for index, item in enumerate(items) for number, piece in enumerate(item.pieces)]
+        too_large = [job for job in jobs if not self.ladder.holds(job[2].demand)]
+        if too_large and self.on_overflow == "error":
+            index, number, piece = too_large[0]
+            raise CapacityError(
+                f"item {index}: piece {number} of {piece.rows} patches and {piece.tokens} tokens fits no bucket "
+                f"(the largest holds {self.ladder.buckets[-1].patches} patches, {self.ladder.buckets[-1].tokens} tokens); "
+                'load with larger budgets or on_overflow="compile"'
+            )
+        calls = [self._overflow_call(job) for job in too_large]
+        refused = {job[:2] for job in too_large}
+        groups: dict[str, list[tuple[int, int, Piece]]] = defaultdict(list)
+        for job in jobs:
+            if job[:2] not in refused:
+                groups[str(job[2].patches.dtype)].append(job)
+        for pixels, group in sorted(groups.items()):
+            shares = planner.spread([job[2].demand for job in group], self.ladder, len(self.devices))
+            for device, share in enumerate(shares):
+                chosen = [group[index] for index in share]
+                for packed in planner.plan([job[2].demand for job in chosen], self.ladder):
+                    bucket = self.ladder.buckets[packed.bucket]
+                    calls.append(self._call(bucket, pixels, [chosen[index] for index in packed.pieces], device))
+        return Plan(tuple(calls), tuple(sorted(refused)))
+
+    def _call(self, bucket: Bucket, pixels: str, jobs: Sequence[tuple[int, int, Piece]], device: int) -> Call:
+        offsets = np.cumsum([0] + [piece.tokens for _, _, piece in jobs[:-1]])
+        slots = tuple(
+            Slot(item, number, int(offset), piece.tokens)
+            for (item, number, piece), offset in zip(jobs, offsets, strict=True)
+        )
+        return Call(bucket, pixels, slots, sum(piece.rows for _, _, piece in jobs), device)  # pyright: ignore
+
+    def _overflow_call(self, job: tuple[int, int, Piece]) -> Call:
+        bucket = overflow_bucket(self.ladder, job[2].demand)
+        return self._call(bucket, str(job[2].patches.dtype), [job], 0)
+
+    # running
+
+    def run(self, items: Sequence[Item], plan: Plan) -> list[Output]:
+        """Runs every call of the plan; results stay on the devices."""
+        with self._lock:
+            for index, number in plan.overflows:
+                self._count_overflow(items[index].pieces[number])
+        return [self._run(call, [items[slot.item].pieces[slot.piece] for slot in call.slots]) for call in plan.calls]
+
+    def _run(self, call: Call, pieces: Sequence[Piece]) -> Output:
+        executable = self.executable(call.bucket, call.pixels, call.device)
+        start = time.perf_counter()
+        embeddings, finite = executable(self.weights[call.device], executable.program.fill(pieces))
+        with self._lock:
+            counts = self.statistics.buckets[call.bucket]
+            counts.calls += 1
+            counts.pieces += len(pieces)
+            counts.patches += call.patches
+            counts.seconds += time.perf_counter() - start
+        return Output(call, embeddings, finite)
+
+    def run_exact(self, items: Sequence[Item]) -> list[Output]:
+        """Every piece alone, in its exact shape, without padding: the path the buckets are compared with."""
+        outputs = []
+        for index, item in enumerate(items):
+            for number, piece in enumerate(item.pieces):
+                executable = self._exact_executable(piece)
+                call = self._call(executable.program.bucket, str(piece.patches.dtype), [(index, number, piece)], 0)
+                outputs.append(Output(call, *executable(self.weights[0], executable.program.fill([piece]))))
+        return outputs
+
+    # executables
+
+    def program(self, bucket: Bucket, pixels: Pixels) -> Program:
+        """What a bucket computes here: its attention backend settled."""
+        name = bucket.attention if self.attention == "auto" else self.attention
+        return Program(self.family, replace(bucket, attention=name), self.dtype, pixels, self.devices[0].platform)
+
+    def executable(self, bucket: Bucket, pixels: Pixels = "uint8", device: int = 0) -> Executable:
+        """The bucket's executable, built on first use, once however many threads ask."""
+        key = (bucket, pixels, device)
+        if key in self._ready:
+            return self._ready[key]
+        with self._lock:
+            building = self._building[key]
+        with building:
+            if key not in self._ready:
+                if self.strict:
+                    raise CapacityError(
+                        f"strict: the bucket of {bucket.tokens} tokens ({pixels} pixels) was not warmed up, "
+                        "and compiling after warm-up is forbidden; warm it up, or pass strict=False"
+                    )
+                executable = self.build(self.program(bucket, pixels), self.devices[device])
+                self._count_build(executable)
+                self._ready[key] = executable
+        return self._ready[key]
+
+    def _exact_executable(self, piece: Piece) -> Executable:
+        program = self._exact_program(piece)
+        key = (program.bucket, program.pixels)
+        with self._lock:
+            if key in self._exact:
+                self._exact.move_to_end(key)
+                return self._exact[key]
+        executable = compile_program(program, self.devices[0])
+        with self._lock:
+            self._exact[key] = executable
+            while len(self._exact) > EXACT_CACHE:
+                self._exact.popitem(last=False)
+        return executable
+
+    def intermediates(self, piece: Piece) -> dict[str, np.ndarray]:
+        """Named intermediates of one piece on the exact path: float32 arrays. Compiles at each call."""
+        return self._exact_program(piece).intermediates(self.devices[0], self.weights[0], piece)
+
+    def _exact_program(self, piece: Piece) -> Program:
+        pixels: Pixels = "uint8" if piece.patches.dtype == np.uint8 else "float32"
+        return Program(self.family, exact_bucket(piece.demand), self.dtype, pixels, self.devices[0].platform)
+
+    def warmup(self, up_to: int | None = None) -> None:
+        """Builds every bucket on every device and runs it until later calls are at full speed."""
+        for bucket in self.ladder.buckets:
+            if up_to is not None and bucket.tokens > up_to:
+                continue
+            pieces = self.family.example(bucket)
+            for device in range(len(self.devices)):
+                executable = self.executable(bucket, device=device)
+                arrays = executable.program.fill(pieces)
+                for _ in range(WARM_CALLS):
+                    jax.block_until_ready(executable(self.weights[device], arrays))
+
+    def stats(self) -> dict[str, Any]:
+        """A copy of the counters, ready for JSON."""
+        with self._lock:
+            statistics = self.statistics
+            return {
+                "buckets": {
+                    f"{bucket.tokens} tokens": {
+                        "calls": counts.calls,
+                        "pieces": counts.pieces,
+                        "fill": counts.patches / (counts.calls * bucket.patches),
+                        "milliseconds": counts.seconds * 1e3,
+                    }
+                    for bucket, counts in sorted(statistics.buckets.items(), key=lambda pair: pair[0].patches)
+                },
+                "overflows": dict(statistics.overflows),
+                "compilations": statistics.compilations,
+                "compile_seconds": statistics.compile_seconds,
+                "store_hits": statistics.store_hits,
+            }
+
+    def _count_build(self, executable: Executable) -> None:
+        with self._lock:
+            self.statistics.compile_seconds += executable.seconds
+            if executable.source == "store":
+                self.statistics.store_hits += 1
+            else:
+                self.statistics.compilations += 1
+
+    def _count_overflow(self, piece: Piece) -> None:
+        bucket = overflow_bucket(self.ladder, piece.demand)
+        reason = f"a piece of {piece.rows} patches, {piece.tokens} tokens needs a bucket of {bucket.tokens} tokens"
+        self.statistics.overflows[reason] += 1
+        log.info("overflow: %s, past the ladder's largest (%d tokens)", reason, self.ladder.buckets[-1].tokens)
+
+
+def exact_bucket(demand: Demand) -> Bucket:
+    """A bucket without a spare row. Dense attention while its scores are small, else blockwise."""
+    attention = "dense" if demand.patches <= 1024 else "xla"
+    return Bucket(demand.tokens, demand.patches, demand.segments, demand.windows, attention)

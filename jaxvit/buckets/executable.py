@@ -1,0 +1,197 @@
+"""One bucket as a compiled program: its buffers, how pieces fill them, what is traced, and the executable itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxvit.errors import CapacityError
+from jaxvit.layers import attention
+from jaxvit.layers.fuse import Weights, bind
+from jaxvit.layers.pixels import normalise
+from jaxvit.models.family import Bucket, Buffer, Family, Piece, Probe, no_probe
+
+Pixels = Literal["uint8", "float32"]
+
+GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+"""With Triton products on, autotuning takes most of a minute a bucket and finds nothing faster than cuBLAS."""
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What one bucket computes, before it is compiled.
+
+    Attributes:
+        family: the model family with its configuration.
+        bucket: capacities; ``attention`` names the backend.
+        dtype: compute dtype, "float32" or "bfloat16".
+        pixels: dtype in which patches arrive.
+        platform: "cpu", "cuda", ...
+    """
+
+    family: Family
+    bucket: Bucket
+    dtype: str
+    pixels: Pixels
+    platform: str
+
+    @cached_property
+    def backend(self) -> attention.Backend:
+        return attention.choose(self.bucket.attention, self.platform, self.dtype, self.bucket.patches)
+
+    @cached_property
+    def module(self) -> nnx.Module:
+        return nnx.eval_shape(self.family.module)
+
+    @cached_property
+    def weights(self) -> Weights:
+        return Weights.of(self.module)
+
+    @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Every input, in the order of the executable's arguments."""
+        own = self.family.buffers(self.bucket, self.pixels)
+        metadata = [
+            replace(buffer, name=f"{reach}/{buffer.name}")
+            for reach in self.family.segment_sets
+            for buffer in self.backend.buffers(self.bucket.patches, self._segments(reach))
+        ]
+        return (*own, *metadata)
+
+    def _segments(self, reach: str) -> int:
+        return self.bucket.windows if reach == "window" else self.bucket.segments
+
+    def fill(self, pieces: Sequence[Piece]) -> dict[str, np.ndarray | None]:
+        """Pieces -> one array a buffer, padded; None for an optional buffer that nothing needs."""
+        arrays = self.family.layout(pieces, self.bucket)
+        filled = {buffer.name: pad(buffer, arrays.get(buffer.name)) for buffer in self.buffers if "/" not in buffer.name}
+        for reach, lengths in self.family.lengths(pieces).items():
+            metadata = self.backend.metadata(lengths, self.bucket.patches, self._segments(reach))
+            filled |= {f"{reach}/{name}": array for name, array in metadata.items()}
+        return filled
+
+    def apply(self, weights: Sequence[Any], *arrays: Any, probe: Probe = no_probe) -> tuple[Any, Any]:
+        """The traced function: [tokens, width] embeddings, and bool [tokens]: is the row finite."""
+        dtype = jnp.dtype(self.dtype)
+        named = {buffer.name: array for buffer, array in zip(self.buffers, arrays, strict=True)}
+        for name in [name for name in named if name.startswith("pixels")]:
+            if self.pixels == "uint8":
+                named[name] = normalise(named[name], self.family.table, self.family.channels, dtype)
+            else:
+                named[name] = named[name].astype(dtype)
+        scale = self.family.config.head_dim**-0.5
+
+        def attend(reach: str) -> attention.Attend:
+            metadata = {name.split("/")[1]: value for name, value in named.items() if name.startswith(f"{reach}/")}
+            return lambda q, k, v: self.backend(q, k, v, metadata, scale)
+
+        module = bind(self.module, self.weights.unpack(weights))
+        out = module(named, {reach: attend(reach) for reach in self.family.segment_sets}, probe)
+        return out, jnp.isfinite(out).all(-1)
+
+    def lower(self, device: jax.Device, probe: Probe = no_probe) -> jax.stages.Lowered:
+        """Lowered for the avals of the buffers, under settings of its own: the process's are neither used nor changed."""
+        place = jax.sharding.SingleDeviceSharding(device)
+        avals = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=place) for buffer in self.buffers]
+        weights = self.weights.avals(np.dtype(jnp.dtype(self.dtype)), place)
+
+        def bucket(weights: Sequence[Any], *arrays: Any) -> tuple[Any, Any]:
+            return self.apply(weights, *arrays, probe=probe)
+
+        with jax.enable_x64(False), jax.debug_nans(False), jax.debug_infs(False), jax.numpy_dtype_promotion("standard"):
+            return jax.jit(bucket).lower(weights, *avals)
+
+    def intermediates(self, device: jax.Device, weights: Sequence[jax.Array], piece: Piece) -> dict[str, np.ndarray]:
+        """Runs one piece and hands out every named intermediate: float32 [rows, features]."""
+        taps: dict[str, Any] = {}
+
+        def traced(weights: Sequence[Any], *arrays: Any) -> dict[str, Any]:
+            def probe(name: str, value: Any) -> Any:
+                taps[name] = value.astype(jnp.float32)
+                return value
+
+            taps["output"] = self.apply(weights, *arrays, probe=probe)[0].astype(jnp.float32)
+            return taps
+
+        filled = self.fill([piece])
+        absent = {buffer.name: np.zeros(buffer.shape, buffer.dtype) for buffer in self.buffers}
+        arrays = [absent[name] if filled[name] is None else filled[name] for name in absent]
+        with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+            out = jax.jit(traced)(weights, *jax.device_put(arrays, device))
+        return {name: np.asarray(value) for name, value in out.items()}
+
+
+def pad(buffer: Buffer, array: np.ndarray | None) -> np.ndarray | None:
+    """``array`` as long as its buffer, the tail filled by the buffer's rule."""
+    if array is None:
+        if buffer.optional:
+            return None
+        raise CapacityError(f"buffer {buffer.name} is missing from the layout")
+    rows, room = len(array), buffer.shape[0]
+    if array.dtype != buffer.dtype or array.shape[1:] != buffer.shape[1:] or rows > room:
+        raise CapacityError(
+            f"buffer {buffer.name}: got {array.dtype} {list(array.shape)}, the bucket holds {buffer.dtype} {list(buffer.shape)}"
+        )
+    out = np.empty(buffer.shape, buffer.dtype)
+    out[:rows] = array
+    out[rows:] = array[-1] if buffer.pad == "repeat_last" and rows else 0
+    return out
+
+
+class Executable:
+    """A compiled bucket on one device.
+
+    Attributes:
+        program: what it computes.
+        seconds: time to compile or load.
+        source: "compiled" or "store".
+    """
+
+    def __init__(self, program: Program, compiled: Any, device: jax.Device, seconds: float, source: str):
+        self.program = program
+        self.device = device
+        self.seconds = seconds
+        self.source = source
+        self._compiled = compiled
+        absent = [np.zeros(buffer.shape, buffer.dtype) for buffer in program.buffers if buffer.optional]
+        names = [buffer.name for buffer in program.buffers if buffer.optional]
+        self._absent = dict(zip(names, jax.device_put(absent, device), strict=True))
+
+    def __call__(self, weights: Sequence[jax.Array], arrays: Mapping[str, np.ndarray | None]) -> tuple[jax.Array, jax.Array]:
+        """Runs one call: embeddings [tokens, width] and finite bool [tokens], on the device."""
+        for buffer in self.program.buffers:
+            array = arrays[buffer.name]
+            if array is not None and (array.shape != buffer.shape or array.dtype != buffer.dtype):
+                raise CapacityError(
+                    f"buffer {buffer.name}: got {array.dtype} {list(array.shape)}, "
+                    f"the executable takes {buffer.dtype} {list(buffer.shape)}"
+                )
+        present = {name: array for name, array in arrays.items() if array is not None}
+        placed = self._absent | dict(zip(present, jax.device_put(list(present.values()), self.device), strict=True))
+        return self._compiled(weights, *(placed[buffer.name] for buffer in self.program.buffers))
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of arguments (weights included), temporaries, outputs and code, from the executable's own analysis."""
+        analysis = self._compiled.memory_analysis()
+        return {
+            "arguments": analysis.argument_size_in_bytes,
+            "temporaries": analysis.temp_size_in_bytes,
+            "outputs": analysis.output_size_in_bytes,
+            "code": analysis.generated_code_size_in_bytes,
+        }
+
+
+def compile_program(program: Program, device: jax.Device) -> Executable:
+    """Compiles for one device."""
+    start = time.perf_counter()
+    options = GPU_OPTIONS if program.platform in ("gpu", "cuda") else {}
+    compiled = program.lower(device).compile(compiler_options=options)
+    return Executable(program, compiled, device, time.perf_counter() - start, "compiled")

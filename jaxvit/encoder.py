@@ -1,0 +1,309 @@
+"""Loading a checkpoint, and the one path from media to embeddings: prepare -> plan -> run -> split."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxvit import media as _media
+from jaxvit.buckets import ladder as _ladder
+from jaxvit.buckets.dispatcher import Dispatcher, Output, Plan
+from jaxvit.errors import MediaError, NumericsError
+from jaxvit.layers import attention as _attention
+from jaxvit.layers.fuse import parameter_shapes
+from jaxvit.models import family_of
+from jaxvit.models.family import Family, Item
+from jaxvit.weights import hub
+from jaxvit.weights.files import read_config_files
+from jaxvit.weights.load import dtype_of, load_parameters
+
+log = logging.getLogger("jaxvit")
+
+OnError = Literal["raise", "return"]
+
+
+def load(
+    model: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    budgets: Sequence[int] | str | os.PathLike[str] | None = None,
+    max_pieces: int | None = None,
+    attention: str = "auto",
+    devices: str | Sequence[jax.Device] | None = None,
+    processor: Mapping[str, Any] | None = None,
+    on_overflow: Literal["compile", "error"] = "compile",
+    store: str | os.PathLike[str] | Literal[False] | None = None,
+) -> Encoder:
+    """Loads the vision encoder of a checkpoint.
+
+    Args:
+        model: folder of a Hugging Face snapshot, or a hub id.
+        dtype: "float32" or "bfloat16"; None takes the checkpoint's (float16 files load as bfloat16, with a warning).
+        budgets: output tokens of each bucket (patches = tokens x merge^2), or a ladder file; None takes the family's
+            ladder for this device.
+        max_pieces: most pieces (images, tiles, chunks, frame pairs) in one call.
+        attention: "auto" or a backend's name for every bucket.
+        devices: None for the first local device, "all", or a sequence of devices.
+        processor: processing settings that beat the checkpoint's files, such as ``{"max_pixels": 1_003_520}``.
+        on_overflow: what happens to a piece larger than every bucket: "compile" one for it, or "error".
+        store: folder of compiled executables; None for the user's cache folder, False for none.
+    Raises:
+        CheckpointError: the files cannot be used. LadderError: the budgets cannot.
+    """
+    placed = _devices(devices)
+    _check_choice("on_overflow", on_overflow, ("compile", "error"))
+    _check_choice("attention", attention, ("auto", *_attention.BACKENDS))
+    folder = hub.snapshot(model)
+    files = read_config_files(folder)
+    family = family_of(files, processor)
+    folder = hub.fetch_weights(model, folder, family.keys)
+    compute = _dtype(dtype, dtype_of(folder, family.keys))
+    ladder = _ladder.resolve(family, budgets, placed[0], max_pieces)
+    shapes = parameter_shapes(nnx.eval_shape(family.module))
+    weights: list[dict[str, jax.Array]] = [{} for _ in placed]
+    for path, array in load_parameters(folder, family.keys, shapes, jnp.dtype(compute)):
+        for device, held in zip(placed, weights, strict=True):
+            held[path] = jax.device_put(array, device)
+    encoder = Encoder(family, ladder, compute, placed, weights, attention=attention, on_overflow=on_overflow)
+    encoder.folder = folder
+    log.info(
+        "jaxvit: %s (%s), %s on %s, %d buckets of %d to %d tokens (%s)",
+        model, family.name, compute, placed[0].device_kind, len(ladder.buckets), ladder.buckets[0].tokens,
+        ladder.buckets[-1].tokens, ladder.source,
+    )  # fmt: skip
+    return encoder
+
+
+class Encoder:
+    """A loaded vision encoder. Made by :func:`jaxvit.load`; safe to share between threads."""
+
+    folder: Path | None = None
+
+    def __init__(
+        self,
+        family: Family,
+        ladder: _ladder.Ladder,
+        dtype: str,
+        devices: Sequence[jax.Device],
+        weights: Sequence[Mapping[str, jax.Array]],
+        **options: Any,
+    ):
+        self.family, self.ladder, self.dtype = family, ladder, dtype
+        order = sorted(weights[0])
+        flat = [[held[name] for name in order] for held in weights]
+        self.dispatcher = Dispatcher(family, ladder, dtype, devices, flat, **options)
+        self._pool_lock = threading.Lock()
+
+    @property
+    def config(self) -> Any:
+        """Configuration of the vision tower: a frozen dataclass."""
+        return self.family.config
+
+    # media -> items
+
+    def prepare(self, media: Any, *, on_error: OnError = "raise") -> list[Item]:
+        """Decodes, resizes and cuts media into items; token counts are known from here on.
+
+        Args:
+            media: one item or a sequence: see :mod:`jaxvit.media` for what is accepted.
+            on_error: "raise" lists every bad index in one MediaError; "return" puts the error in the item's place.
+        """
+        _check_choice("on_error", on_error, ("raise", "return"))
+        sequence = _media.as_sequence(media)
+        threads = min(len(sequence), os.cpu_count() or 1)
+        if threads > 1:
+            results = list(self._pool.map(self._prepare_one, range(len(sequence)), sequence))
+        else:
+            results = [self._prepare_one(index, medium) for index, medium in enumerate(sequence)]
+        errors = {index: result for index, result in enumerate(results) if isinstance(result, Exception)}
+        if errors and on_error == "raise":
+            raise MediaError.collect(errors)
+        return results  # pyright: ignore[reportReturnType]
+
+    def _prepare_one(self, index: int, medium: Any) -> Item | MediaError:
+        try:
+            if isinstance(medium, Item):
+                return medium
+            decoded = _media.decode(medium, index)
+            if isinstance(decoded, _media.Video):
+                return self.family.prepare_video(decoded.frames, decoded.fps, decoded.timestamps, decoded.prune)
+            return self.family.prepare(decoded)
+        except MediaError as error:
+            return error.at(index)
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="jaxvit-prepare")
+
+    def items(self, inputs: Mapping[str, Any], *, pieces_per_item: Sequence[int] | None = None) -> list[Item]:
+        """Items from the output of the family's Hugging Face processor.
+
+        Args:
+            inputs: its mapping: pixel_values or pixel_values_videos with the grids or shapes beside them.
+            pieces_per_item: LFM2 without image_rows and image_cols: how many tiles each image has.
+        """
+        return self.family.items(inputs, pieces_per_item)
+
+    # items -> embeddings
+
+    def plan(self, items: Sequence[Item]) -> Plan:
+        """Which piece would run in which bucket, at which offset. Nothing runs."""
+        return self.dispatcher.plan(items)
+
+    def encode(
+        self, media: Any, *, on_error: OnError = "raise", out_dtype: str | None = "float32", bucketed: bool = True
+    ) -> Encodings:
+        """Embeds media.
+
+        Args:
+            media: one item or a sequence of paths, bytes, file objects, PIL images, uint8 arrays, jaxvit.Image,
+                jaxvit.Video, or prepared items.
+            on_error: "raise": nothing runs if any item is bad; "return": its position holds the error.
+            out_dtype: dtype of the arrays that come back; None keeps the compute dtype.
+            bucketed: False runs every piece alone in its exact shape.
+        Returns:
+            One array [tokens, hidden] an item, in order.
+        """
+        results = self.prepare(media, on_error=on_error)
+        good = {index: item for index, item in enumerate(results) if isinstance(item, Item)}
+        order, items = list(good), list(good.values())
+        plan = self.dispatcher.plan(items) if bucketed else None
+        outputs = self.dispatcher.run(items, plan) if plan is not None else self.dispatcher.run_exact(items)
+        return Encodings(self.family, results, order, outputs, plan, self.dtype if out_dtype is None else out_dtype)
+
+    def intermediates(self, item: Item) -> list[dict[str, np.ndarray]]:
+        """For each piece, the named intermediates of the exact path: name -> float32 [rows, features]."""
+        return [self.dispatcher.intermediates(piece) for piece in item.pieces]
+
+    # buckets
+
+    def warmup(self, up_to: int | None = None, strict: bool = False) -> None:
+        """Builds every bucket's executable and runs it, so that no later call compiles.
+
+        Args:
+            up_to: the largest budget to build, in tokens.
+            strict: from here on, anything that would compile raises CapacityError.
+        """
+        self.dispatcher.warmup(up_to)
+        self.dispatcher.strict = strict
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since loading: per bucket calls, pieces, fill, milliseconds; overflows; compilations; store hits."""
+        return self.dispatcher.stats()
+
+
+class Encodings(Sequence):
+    """One array [tokens, hidden] an item, copied from the device when first read.
+
+    Attributes:
+        plan: the plan that ran, None for ``bucketed=False``.
+    """
+
+    def __init__(
+        self, family: Family, results: Sequence[Any], order: Sequence[int], outputs: Sequence[Output], plan: Plan | None, dtype: str
+    ):
+        self._family, self._results, self.plan = family, list(results), plan
+        self._outputs, self._dtype = list(outputs), np.dtype(jnp.dtype(dtype))
+        self._host: dict[int, np.ndarray] = {}
+        self._arrays: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
+        self._lock = threading.Lock()
+        self._places: dict[int, dict[int, tuple[int, int, int]]] = {}
+        for number, output in enumerate(self._outputs):
+            for slot in output.call.slots:
+                self._places.setdefault(order[slot.item], {})[slot.piece] = (number, slot.offset, slot.tokens)
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        result = self._results[index]
+        return result if isinstance(result, Exception) else self._item(index)[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def kept(self, index: int) -> np.ndarray | None:
+        """Positions that video pruning kept, int64, None for an item that was not pruned."""
+        index = range(len(self))[index]
+        return None if isinstance(self._results[index], Exception) else self._item(index)[1]
+
+    @property
+    def packed(self) -> list[tuple[jax.Array, int, int, int]]:
+        """(device array [tokens, hidden], item, offset, length) of every piece, in item and piece order.
+
+        Waits for the device: an item that is not finite raises NumericsError here too. Video pruning is not applied.
+        """
+        views = []
+        for item in sorted(self._places):
+            for number, offset, tokens in self._checked(item):
+                views.append((self._outputs[number].embeddings, item, offset, tokens))
+        return views
+
+    def _item(self, index: int) -> tuple[np.ndarray, np.ndarray | None]:
+        with self._lock:
+            if index not in self._arrays:
+                rows = [self._fetch(number)[offset : offset + tokens] for number, offset, tokens in self._checked(index)]
+                array, kept = self._family.finish(self._results[index], np.concatenate(rows))
+                self._arrays[index] = (array.astype(self._dtype, copy=False), kept)
+        return self._arrays[index]
+
+    def _checked(self, index: int) -> list[tuple[int, int, int]]:
+        """The item's (output, offset, tokens), piece by piece, once they are known to be finite."""
+        places = [place for _, place in sorted(self._places[index].items())]
+        for number, offset, tokens in places:
+            finite = np.asarray(self._outputs[number].finite)[offset : offset + tokens]
+            if not finite.all():
+                raise NumericsError(
+                    f"item {index}: {int((~finite).sum())} of {tokens} embeddings are not finite; "
+                    'the weights overflow on it: check the checkpoint, or load with dtype="float32"',
+                    index,
+                )
+        return places
+
+    def _fetch(self, number: int) -> np.ndarray:
+        if number not in self._host:
+            self._host[number] = np.asarray(self._outputs[number].embeddings)
+        return self._host[number]
+
+
+def _devices(devices: str | Sequence[jax.Device] | None) -> list[jax.Device]:
+    if devices is None:
+        return jax.local_devices()[:1]
+    if isinstance(devices, str):
+        _check_choice("devices", devices, ("all",))
+        return jax.local_devices()
+    placed = list(devices)
+    if not placed or len(set(placed)) != len(placed):
+        raise ValueError(f"devices must be None, \"all\" or distinct jax devices, got {devices!r}")
+    return placed
+
+
+def _dtype(asked: str | None, stored: str) -> str:
+    if asked is None:
+        if stored == "float16":
+            warnings.warn("the checkpoint is float16, whose range these towers overflow: loading as bfloat16", stacklevel=3)
+        return "float32" if stored == "float32" else "bfloat16"
+    if str(asked) == "float16":
+        raise ValueError("dtype float16 is refused: these towers overflow its range; use bfloat16 or float32")
+    _check_choice("dtype", asked, ("float32", "bfloat16"))
+    return asked
+
+
+def _check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(repr, allowed))}")
