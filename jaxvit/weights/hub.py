@@ -67,8 +67,8 @@ def _fetch(model: str, names: Sequence[str], revision: str | None = None) -> Pat
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise CheckpointError(
-            f"{model} is no folder on this machine, its files ({names[0]}, ...) are not in the hub's cache here, and the "
-            "hub cannot be reached: connect, unset HF_HUB_OFFLINE, or give the folder of a snapshot"
+            f"{model} is no folder on this machine, its files are not all in the hub's cache here, and the hub "
+            "cannot be reached: connect, unset HF_HUB_OFFLINE, or give the folder of a snapshot"
         ) from error
     except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
         raise CheckpointError(f"{model}: {names[0]} could not be fetched from the hub: {error}") from error
