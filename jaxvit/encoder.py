@@ -212,7 +212,13 @@ class Encodings(Sequence):
     """
 
     def __init__(
-        self, family: Family, results: Sequence[Any], order: Sequence[int], outputs: Sequence[Output], plan: Plan | None, dtype: str
+        self,
+        family: Family,
+        results: Sequence[Any],
+        order: Sequence[int],
+        outputs: Sequence[Output],
+        plan: Plan | None,
+        dtype: str,
     ):
         self._family, self._results, self.plan = family, list(results), plan
         self._outputs, self._dtype = list(outputs), np.dtype(jnp.dtype(dtype))
@@ -257,7 +263,9 @@ class Encodings(Sequence):
     def _item(self, index: int) -> tuple[np.ndarray, np.ndarray | None]:
         with self._lock:
             if index not in self._arrays:
-                rows = [self._fetch(number)[offset : offset + tokens] for number, offset, tokens in self._checked(index)]
+                rows = [
+                    self._fetch(number)[offset : offset + tokens] for number, offset, tokens in self._checked(index)
+                ]
                 array, kept = self._family.finish(self._results[index], np.concatenate(rows))
                 self._arrays[index] = (array.astype(self._dtype, copy=False), kept)
         return self._arrays[index]
@@ -289,14 +297,16 @@ def _devices(devices: str | Sequence[jax.Device] | None) -> list[jax.Device]:
         return jax.local_devices()
     placed = list(devices)
     if not placed or len(set(placed)) != len(placed):
-        raise ValueError(f"devices must be None, \"all\" or distinct jax devices, got {devices!r}")
+        raise ValueError(f'devices must be None, "all" or distinct jax devices, got {devices!r}')
     return placed
 
 
 def _dtype(asked: str | None, stored: str) -> str:
     if asked is None:
         if stored == "float16":
-            warnings.warn("the checkpoint is float16, whose range these towers overflow: loading as bfloat16", stacklevel=3)
+            warnings.warn(
+                "the checkpoint is float16, whose range these towers overflow: loading as bfloat16", stacklevel=3
+            )
         return "float32" if stored == "float32" else "bfloat16"
     if str(asked) == "float16":
         raise ValueError("dtype float16 is refused: these towers overflow its range; use bfloat16 or float32")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxvit.buckets import planner
+from jaxvit.buckets.devices import spread
 from jaxvit.buckets.executable import Executable, Pixels, Program, compile_program
 from jaxvit.buckets.ladder import Ladder, overflow_bucket
 from jaxvit.errors import CapacityError
@@ -23,6 +26,9 @@ log = logging.getLogger("jaxvit")
 
 WARM_CALLS = 3
 """Command buffers record on the second call and update on the third."""
+
+COMPILE_STACK = 64 * 2**20
+"""Bytes of stack of a compiling thread."""
 
 EXACT_CACHE = 16
 """Executables of exact shapes (``bucketed=False``) kept at a time."""
@@ -150,37 +156,34 @@ class Dispatcher:
         too_large = [job for job in jobs if not self.ladder.holds(job[2].demand)]
         if too_large and self.on_overflow == "error":
             index, number, piece = too_large[0]
+            largest = self.ladder.buckets[-1]
             raise CapacityError(
                 f"item {index}: piece {number} of {piece.rows} patches and {piece.tokens} tokens fits no bucket "
-                f"(the largest holds {self.ladder.buckets[-1].patches} patches, {self.ladder.buckets[-1].tokens} tokens); "
+                f"(the largest holds {largest.patches} patches, {largest.tokens} tokens); "
                 'load with larger budgets or on_overflow="compile"'
             )
-        calls = [self._overflow_call(job) for job in too_large]
-        refused = {job[:2] for job in too_large}
-        groups: dict[str, list[tuple[int, int, Piece]]] = defaultdict(list)
-        for job in jobs:
-            if job[:2] not in refused:
-                groups[str(job[2].patches.dtype)].append(job)
-        for pixels, group in sorted(groups.items()):
-            shares = planner.spread([job[2].demand for job in group], self.ladder, len(self.devices))
-            for device, share in enumerate(shares):
-                chosen = [group[index] for index in share]
-                for packed in planner.plan([job[2].demand for job in chosen], self.ladder):
+        calls: list[Call] = []
+        shares = spread([piece.demand for _, _, piece in jobs], self.ladder, len(self.devices))
+        for device, share in enumerate(shares):
+            groups: dict[str, list[tuple[int, int, Piece]]] = defaultdict(list)
+            for job in (jobs[index] for index in share):
+                if self.ladder.holds(job[2].demand):
+                    groups[str(job[2].patches.dtype)].append(job)
+                else:
+                    calls.append(self._call(overflow_bucket(self.ladder, job[2].demand), [job], device))
+            for _, group in sorted(groups.items()):  # one executable takes pixels of one dtype
+                for packed in planner.plan([job[2].demand for job in group], self.ladder):
                     bucket = self.ladder.buckets[packed.bucket]
-                    calls.append(self._call(bucket, pixels, [chosen[index] for index in packed.pieces], device))
-        return Plan(tuple(calls), tuple(sorted(refused)))
+                    calls.append(self._call(bucket, [group[index] for index in packed.pieces], device))
+        return Plan(tuple(calls), tuple(job[:2] for job in too_large))
 
-    def _call(self, bucket: Bucket, pixels: str, jobs: Sequence[tuple[int, int, Piece]], device: int) -> Call:
+    def _call(self, bucket: Bucket, jobs: Sequence[tuple[int, int, Piece]], device: int) -> Call:
         offsets = np.cumsum([0] + [piece.tokens for _, _, piece in jobs[:-1]])
         slots = tuple(
             Slot(item, number, int(offset), piece.tokens)
             for (item, number, piece), offset in zip(jobs, offsets, strict=True)
         )
-        return Call(bucket, pixels, slots, sum(piece.rows for _, _, piece in jobs), device)  # pyright: ignore
-
-    def _overflow_call(self, job: tuple[int, int, Piece]) -> Call:
-        bucket = overflow_bucket(self.ladder, job[2].demand)
-        return self._call(bucket, str(job[2].patches.dtype), [job], 0)
+        return Call(bucket, pixels_of(jobs[0][2]), slots, sum(piece.rows for _, _, piece in jobs), device)
 
     # running
 
@@ -209,7 +212,7 @@ class Dispatcher:
         for index, item in enumerate(items):
             for number, piece in enumerate(item.pieces):
                 executable = self._exact_executable(piece)
-                call = self._call(executable.program.bucket, str(piece.patches.dtype), [(index, number, piece)], 0)
+                call = self._call(executable.program.bucket, [(index, number, piece)], 0)
                 outputs.append(Output(call, *executable(self.weights[0], executable.program.fill([piece]))))
         return outputs
 
@@ -258,20 +261,34 @@ class Dispatcher:
         return self._exact_program(piece).intermediates(self.devices[0], self.weights[0], piece)
 
     def _exact_program(self, piece: Piece) -> Program:
-        pixels: Pixels = "uint8" if piece.patches.dtype == np.uint8 else "float32"
-        return Program(self.family, exact_bucket(piece.demand), self.dtype, pixels, self.devices[0].platform)
+        bucket = exact_bucket(piece.demand)
+        return Program(self.family, bucket, self.dtype, pixels_of(piece), self.devices[0].platform)
 
-    def warmup(self, up_to: int | None = None) -> None:
-        """Builds every bucket on every device and runs it until later calls are at full speed."""
-        for bucket in self.ladder.buckets:
-            if up_to is not None and bucket.tokens > up_to:
-                continue
-            pieces = self.family.example(bucket)
-            for device in range(len(self.devices)):
-                executable = self.executable(bucket, device=device)
-                arrays = executable.program.fill(pieces)
-                for _ in range(WARM_CALLS):
-                    jax.block_until_ready(executable(self.weights[device], arrays))
+    def warmup(self, up_to: int | None = None, progress: Callable[[Bucket, Executable], None] | None = None) -> None:
+        """Builds every bucket on every device, in parallel threads, and runs each until calls are at full speed.
+
+        Args:
+            up_to: the largest budget to build, in tokens.
+            progress: called as each bucket is ready.
+        """
+        chosen = [bucket for bucket in self.ladder.buckets if up_to is None or bucket.tokens <= up_to]
+        jobs = [(bucket, device) for bucket in chosen for device in range(len(self.devices))]
+
+        def build(job: tuple[Bucket, int]) -> Executable:
+            return self.executable(job[0], device=job[1])
+
+        # XLA recurses deeply on unrolled towers, and threads start with a smaller stack than the main one.
+        previous = threading.stack_size(COMPILE_STACK)
+        try:
+            with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1) or 1, "jaxvit-compile") as pool:
+                for (bucket, device), executable in zip(jobs, pool.map(build, jobs), strict=True):
+                    arrays = executable.program.fill(self.family.example(bucket))
+                    for _ in range(WARM_CALLS):
+                        jax.block_until_ready(executable(self.weights[device], arrays))
+                    if progress:
+                        progress(bucket, executable)
+        finally:
+            threading.stack_size(previous)
 
     def stats(self) -> dict[str, Any]:
         """A copy of the counters, ready for JSON."""
@@ -306,6 +323,10 @@ class Dispatcher:
         reason = f"a piece of {piece.rows} patches, {piece.tokens} tokens needs a bucket of {bucket.tokens} tokens"
         self.statistics.overflows[reason] += 1
         log.info("overflow: %s, past the ladder's largest (%d tokens)", reason, self.ladder.buckets[-1].tokens)
+
+
+def pixels_of(piece: Piece) -> Pixels:
+    return "uint8" if piece.patches.dtype == np.uint8 else "float32"
 
 
 def exact_bucket(demand: Demand) -> Bucket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -72,7 +73,9 @@ class Program:
     def fill(self, pieces: Sequence[Piece]) -> dict[str, np.ndarray | None]:
         """Pieces -> one array a buffer, padded; None for an optional buffer that nothing needs."""
         arrays = self.family.layout(pieces, self.bucket)
-        filled = {buffer.name: pad(buffer, arrays.get(buffer.name)) for buffer in self.buffers if "/" not in buffer.name}
+        filled = {
+            buffer.name: pad(buffer, arrays.get(buffer.name)) for buffer in self.buffers if "/" not in buffer.name
+        }
         for reach, lengths in self.family.lengths(pieces).items():
             metadata = self.backend.metadata(lengths, self.bucket.patches, self._segments(reach))
             filled |= {f"{reach}/{name}": array for name, array in metadata.items()}
@@ -98,7 +101,7 @@ class Program:
         return out, jnp.isfinite(out).all(-1)
 
     def lower(self, device: jax.Device, probe: Probe = no_probe) -> jax.stages.Lowered:
-        """Lowered for the avals of the buffers, under settings of its own: the process's are neither used nor changed."""
+        """Lowered under settings of its own: the process's are neither used nor changed."""
         place = jax.sharding.SingleDeviceSharding(device)
         avals = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=place) for buffer in self.buffers]
         weights = self.weights.avals(np.dtype(jnp.dtype(self.dtype)), place)
@@ -138,7 +141,8 @@ def pad(buffer: Buffer, array: np.ndarray | None) -> np.ndarray | None:
     rows, room = len(array), buffer.shape[0]
     if array.dtype != buffer.dtype or array.shape[1:] != buffer.shape[1:] or rows > room:
         raise CapacityError(
-            f"buffer {buffer.name}: got {array.dtype} {list(array.shape)}, the bucket holds {buffer.dtype} {list(buffer.shape)}"
+            f"buffer {buffer.name}: got {array.dtype} {list(array.shape)}, "
+            f"the bucket holds {buffer.dtype} {list(buffer.shape)}"
         )
     out = np.empty(buffer.shape, buffer.dtype)
     out[:rows] = array
@@ -160,12 +164,14 @@ class Executable:
         self.device = device
         self.seconds = seconds
         self.source = source
-        self._compiled = compiled
+        self.compiled = compiled
         absent = [np.zeros(buffer.shape, buffer.dtype) for buffer in program.buffers if buffer.optional]
         names = [buffer.name for buffer in program.buffers if buffer.optional]
         self._absent = dict(zip(names, jax.device_put(absent, device), strict=True))
 
-    def __call__(self, weights: Sequence[jax.Array], arrays: Mapping[str, np.ndarray | None]) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, weights: Sequence[jax.Array], arrays: Mapping[str, np.ndarray | None]
+    ) -> tuple[jax.Array, jax.Array]:
         """Runs one call: embeddings [tokens, width] and finite bool [tokens], on the device."""
         for buffer in self.program.buffers:
             array = arrays[buffer.name]
@@ -176,11 +182,11 @@ class Executable:
                 )
         present = {name: array for name, array in arrays.items() if array is not None}
         placed = self._absent | dict(zip(present, jax.device_put(list(present.values()), self.device), strict=True))
-        return self._compiled(weights, *(placed[buffer.name] for buffer in self.program.buffers))
+        return self.compiled(weights, *(placed[buffer.name] for buffer in self.program.buffers))
 
     def memory(self) -> dict[str, int]:
         """Bytes of arguments (weights included), temporaries, outputs and code, from the executable's own analysis."""
-        analysis = self._compiled.memory_analysis()
+        analysis = self.compiled.memory_analysis()
         return {
             "arguments": analysis.argument_size_in_bytes,
             "temporaries": analysis.temp_size_in_bytes,
@@ -189,9 +195,18 @@ class Executable:
         }
 
 
+def compiler_options(program: Program) -> dict[str, Any]:
+    """XLA options of a program, beside the process's XLA_FLAGS."""
+    return GPU_OPTIONS if program.platform in ("gpu", "cuda") else {}
+
+
+_lowering = threading.Lock()
+
+
 def compile_program(program: Program, device: jax.Device) -> Executable:
-    """Compiles for one device."""
+    """Compiles for one device. Tracing, which holds Python's lock anyway, goes one by one, compiling in parallel."""
     start = time.perf_counter()
-    options = GPU_OPTIONS if program.platform in ("gpu", "cuda") else {}
-    compiled = program.lower(device).compile(compiler_options=options)
+    with _lowering:
+        lowered = program.lower(device)
+    compiled = lowered.compile(compiler_options=compiler_options(program))
     return Executable(program, compiled, device, time.perf_counter() - start, "compiled")

@@ -4,8 +4,8 @@ A segment is a run of rows that attend to each other and to nothing else. Segmen
 the rows behind the last one are padding and attend within aligned tiles of their own, so that they stay finite and cost
 no more than their number.
 
-A backend has three faces: ``buffers`` declares its metadata, ``metadata`` fills it from segment lengths on the host (numpy),
-and calling it runs on the device.
+A backend has three faces: ``buffers`` declares its metadata, ``metadata`` fills it from segment lengths on the host
+(numpy), and calling it runs on the device.
 """
 
 from __future__ import annotations
@@ -136,7 +136,9 @@ class Blockwise(_Ranges):
 
             def key_block(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
                 top, total, sums = carry
-                scores = jnp.einsum("hqd,hkd->hqk", rows, keys[index], precision=exact, preferred_element_type=jnp.float32)
+                scores = jnp.einsum(
+                    "hqd,hkd->hqk", rows, keys[index], precision=exact, preferred_element_type=jnp.float32
+                )
                 position = index * size + jnp.arange(size, dtype=jnp.int32)
                 mask = (low[:, None] <= position) & (position < high[:, None])
                 scores = jnp.where(mask, scores * scale, -jnp.inf)
@@ -145,7 +147,11 @@ class Blockwise(_Ranges):
                 safe = jnp.where(new == -jnp.inf, 0.0, new)
                 weights, decay = jnp.exp(scores - safe[..., None]), jnp.exp(top - safe)
                 added = jnp.einsum(
-                    "hqk,hkd->hqd", weights.astype(v.dtype), values[index], precision=exact, preferred_element_type=jnp.float32
+                    "hqk,hkd->hqd",
+                    weights.astype(v.dtype),
+                    values[index],
+                    precision=exact,
+                    preferred_element_type=jnp.float32,
                 )
                 return new, total * decay + weights.sum(-1), sums * decay[..., None] + added
 

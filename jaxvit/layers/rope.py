@@ -19,7 +19,9 @@ def angles_by_axis(coordinates: Int[Array, "patches 2"], count: int, theta: floa
     return jnp.concatenate([y, x], axis=-1)
 
 
-def angles_interleaved(coordinates: Int[Array, "patches 2"], count: int, theta: float) -> Float[Array, "patches angles"]:
+def angles_interleaved(
+    coordinates: Int[Array, "patches 2"], count: int, theta: float
+) -> Float[Array, "patches angles"]:
     """[x * f_0, y * f_0, x * f_1, y * f_1, ..] (MoonViT)."""
     y, x = _axes(coordinates, count, theta)
     return jnp.stack([x, y], axis=-1).reshape(coordinates.shape[0], 2 * count)
@@ -30,7 +32,9 @@ def _axes(coordinates: Int[Array, "patches 2"], count: int, theta: float):
     return scaled[:, 0], scaled[:, 1]
 
 
-def rotate(x: Float[Array, "patches heads dim"], angles: Float[Array, "patches angles"]) -> Float[Array, "patches heads dim"]:
+def rotate(
+    x: Float[Array, "patches heads dim"], angles: Float[Array, "patches angles"]
+) -> Float[Array, "patches heads dim"]:
     """Rotates (x[i], x[i + dim/2]) by angle i, in float32.
 
     A head dim padded with zeros in each half has more pairs than angles; the pairs beyond are left as they are.

@@ -24,7 +24,8 @@ class Options:
         raw = config.get("vision_config")
         if not isinstance(raw, Mapping):
             raise CheckpointError(
-                f"config.json has no vision_config: this is not a {family} checkpoint with a vision tower (a text-only model?)"
+                f"config.json has no vision_config: this is no {family} checkpoint with a vision tower "
+                "(a text-only model?)"
             )
         return cls(raw, "vision_config of config.json")
 

@@ -8,7 +8,7 @@ from jaxvit.weights.keys import Key, KeyTable, transpose
 
 
 def patch_kernel(weight: np.ndarray) -> np.ndarray:
-    """Conv3d weight [hidden, C, T, py, px] -> [T * C * py * px, hidden]: the first frame's values, then the second's."""
+    """Conv3d weight [hidden, C, T, py, px] -> [T * C * py * px, hidden]: the first frame's values come first."""
     return weight.transpose(2, 1, 3, 4, 0).reshape(-1, weight.shape[0])
 
 

@@ -103,5 +103,7 @@ def lengths(config: Config, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
     """Segments of the full and of the window blocks: int32 patches each."""
     return {
         "full": np.array([piece.rows for piece in pieces], np.int32),
-        "window": np.concatenate([of_piece(piece, config).lengths for piece in pieces]) if pieces else np.zeros(0, np.int32),
+        "window": np.concatenate([of_piece(piece, config).lengths for piece in pieces])
+        if pieces
+        else np.zeros(0, np.int32),
     }

@@ -1,7 +1,7 @@
 """The Qwen2.5-VL vision tower, named after the checkpoint: patch embedding, blocks, merger.
 
-Source: transformers' ``Qwen2_5_VisionTransformerPretrainedModel``. Patches come in window order (see ``layout.py``), so that
-a window is a run of rows and a token's patches are neighbours.
+Source: transformers' ``Qwen2_5_VisionTransformerPretrainedModel``. Patches come in window order (see ``layout.py``), so
+that a window is a run of rows and a token's patches are neighbours.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Attention(nnx.Module):
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = Linear(config.hidden_size, config.hidden_size)
 
-    def __call__(self, x: Float[Array, "patches hidden"], angles: Array, attend: Attend) -> Float[Array, "patches hidden"]:
+    def __call__(
+        self, x: Float[Array, "patches hidden"], angles: Array, attend: Attend
+    ) -> Float[Array, "patches hidden"]:
         q, k, v = jnp.unstack(self.qkv(x).reshape(x.shape[0], 3, self.heads, -1), axis=1)
         out = attend(rotate(q, angles), rotate(k, angles), v)
         return self.proj(out.reshape(x.shape[0], -1))
@@ -50,7 +52,9 @@ class Block(nnx.Module):
         self.attn = Attention(config)
         self.mlp = MLP(config)
 
-    def __call__(self, x: Float[Array, "patches hidden"], angles: Array, attend: Attend) -> Float[Array, "patches hidden"]:
+    def __call__(
+        self, x: Float[Array, "patches hidden"], angles: Array, attend: Attend
+    ) -> Float[Array, "patches hidden"]:
         x = x + self.attn(self.norm1(x), angles, attend)
         return x + self.mlp(self.norm2(x))
 
