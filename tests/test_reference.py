@@ -1,0 +1,246 @@
+"""The stripped reference equals transformers' own whole model, from the same files, pictures and processors."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxvit.errors import CheckpointError, DependencyError
+from jaxvit.models.family import Item, Piece
+
+pytestmark = pytest.mark.reference
+FAMILIES = ("qwen2_5_vl", "kimi_k25", "lfm2_vl")
+
+QWEN_PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "min_pixels": 3136,
+    "max_pixels": 200704,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+KIMI_PROCESSOR = {
+    "media_proc_cfg": {
+        "in_patch_limit": 1024,
+        "in_patch_limit_each_frame": 256,
+        "in_patch_limit_video": None,
+        "patch_limit_on_one_side": 512,
+        "patch_size": 14,
+        "merge_kernel_size": 2,
+        "temporal_merge_kernel_size": 4,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+}
+LFM2_PROCESSOR = {"image_processor": {"resample": 2, "min_tiles": 2, "max_tiles": 10, "return_row_col_info": True}}
+
+
+def whole_model(name: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """transformers' model with a small language model, its config.json in the hub's form, and its processor files."""
+    import transformers
+
+    if name == "qwen2_5_vl":
+        vision = {"depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 44, "out_hidden_size": 24}
+        vision |= {"fullatt_block_indexes": [1], "window_size": 112, "hidden_act": "silu", "in_chans": 3}
+        text = {"hidden_size": 24, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        text |= {"num_key_value_heads": 2, "vocab_size": 64, "rope_parameters": {"mrope_section": [2, 2, 2]}}
+        text["rope_parameters"] |= {"rope_type": "default", "rope_theta": 1e4}
+        config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=dict(vision))
+        model = transformers.Qwen2_5_VLForConditionalGeneration(config)
+        return model, {"vision_config": vision}, {"preprocessor_config.json": QWEN_PROCESSOR}
+    if name == "kimi_k25":
+        vision = {"hidden_size": 36, "intermediate_size": 44, "num_attention_heads": 3, "num_hidden_layers": 2}
+        vision |= {"pos_emb_height": 16, "pos_emb_width": 16}
+        text = {"hidden_size": 24, "intermediate_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1}
+        text |= {"num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        text |= {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+        text |= {"n_group": 1, "topk_group": 1, "vocab_size": 64, "model_type": "deepseek_v3"}
+        config = transformers.Kimi_K25Config(text_config=text, vision_config=vision, projection_hidden_size=36)
+        model = transformers.Kimi_K25ForConditionalGeneration(config)
+        hub = {"vt_hidden_size": 36, "vt_intermediate_size": 44, "vt_num_attention_heads": 3, "mm_hidden_size": 36}
+        hub |= {"vt_num_hidden_layers": 2, "init_pos_emb_height": 16, "init_pos_emb_width": 16, "init_pos_emb_time": 4}
+        hub |= {"text_hidden_size": 24, "projector_hidden_act": "gelu", "projector_ln_eps": 1e-5, "model_type": ""}
+        files = {"text_config": {"hidden_size": 24}, "vision_config": hub | {"merge_kernel_size": [2, 2]}}
+        return model, files, {"preprocessor_config.json": KIMI_PROCESSOR}
+    vision = {"hidden_size": 32, "intermediate_size": 44, "num_attention_heads": 2, "num_hidden_layers": 2}
+    vision |= {"num_patches": 64, "patch_size": 16, "vision_use_head": False, "model_type": "siglip2_vision_model"}
+    text = {"model_type": "lfm2", "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    text |= {"num_key_value_heads": 2, "intermediate_size": 16, "layer_types": ["conv"]}
+    root = {"projector_hidden_size": 40, "projector_use_layernorm": True, "downsample_factor": 2}
+    config = transformers.Lfm2VlConfig(text_config=text, vision_config=vision, **root)
+    model = transformers.Lfm2VlForConditionalGeneration(config)
+    files = {"text_config": text, "vision_config": vision | {"dtype": "bfloat16"}, **root}
+    return model, files, {"processor_config.json": LFM2_PROCESSOR}
+
+
+def hub_name(name: str) -> str:
+    """A name of transformers' default re-save -> the hub's."""
+    name = re.sub(r"^model\.mm_projector", "mm_projector", name)
+    name = name.replace("vision_tower.encoder.patch_embed", "vision_tower.patch_embed")
+    name = re.sub(r"^model\.visual\.", "visual.", name)
+    return re.sub(
+        r"^model\.vision_tower\.(?!vision_model)(?=embeddings|encoder|post)", "model.vision_tower.vision_model.", name
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """Family -> a folder in the hub's layout, sharded, and transformers' whole model loaded from those tensors."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from jaxvit.reference.loading import quiet
+
+    made = {}
+    for number, name in enumerate(FAMILIES):
+        folder = tmp_path_factory.mktemp(name)
+        torch.manual_seed(number)
+        with quiet():
+            model, files, processors = whole_model(name)
+            with torch.no_grad():
+                for path, parameter in model.named_parameters():
+                    noise = torch.randn_like(parameter) * 0.1
+                    parameter.copy_((noise + (1 if "norm" in path and "weight" in path else 0)).bfloat16())
+            model.save_pretrained(folder / "saved")
+        weights = {
+            hub_name(key): value.bfloat16() for key, value in load_file(folder / "saved/model.safetensors").items()
+        }
+        parts = {"model-1.safetensors": {}, "model-2.safetensors": {}}
+        for key, value in weights.items():
+            parts["model-2.safetensors" if "vis" in key or "proj" in key else "model-1.safetensors"][key] = value
+        for shard, tensors in parts.items():
+            save_file(tensors, folder / shard, metadata={"format": "pt"})
+        index = {"weight_map": {key: shard for shard, tensors in parts.items() for key in tensors}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        (folder / "config.json").write_text(json.dumps({"model_type": name, "torch_dtype": "bfloat16", **files}))
+        for file, value in processors.items():
+            (folder / file).write_text(json.dumps(value))
+        with quiet():
+            whole = type(model).from_pretrained(
+                None, config=model.config, state_dict=weights, dtype=torch.float32, attn_implementation="sdpa"
+            )
+        made[name] = (folder, whole.eval())
+    return made
+
+
+def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def clip(frames: int, height: int, width: int) -> list[np.ndarray]:
+    return [picture(height, width, seed) for seed in range(frames)]
+
+
+def features(model: Any, inputs: Any) -> np.ndarray:
+    """Embeddings by the whole model's own call."""
+    import torch
+
+    video = "pixel_values_videos" in inputs
+    names = {"pixel_values_videos", "video_grid_thw", "pixel_values", "image_grid_thw"}
+    names |= {"spatial_shapes", "pixel_attention_mask"}
+    with torch.inference_mode():
+        call = model.model.get_video_features if video else model.model.get_image_features
+        out = call(**{name: value for name, value in inputs.items() if name in names}).pooler_output
+    return torch.cat(list(out)).numpy()
+
+
+def distance(ours: np.ndarray, theirs: np.ndarray) -> float:
+    return float(np.linalg.norm(ours.astype(np.float64) - theirs) / np.linalg.norm(theirs.astype(np.float64)))
+
+
+def item_of(reference: Any, inputs: Any) -> Item:
+    """The item that jaxvit's canonical order makes of a processor's output: written out, apart from the families."""
+    pieces, grids = [], []
+    for patches, (t, h, w) in reference.pixels(inputs):
+        grids.append((t, h, w))
+        rows = patches.reshape(t, h * w, -1)
+        rows = rows[:, np.array(canonical_rows(type(reference).__name__, h, w))]
+        if type(reference).__name__ == "Qwen25VL":
+            values = rows.reshape(t, h * w, 3, 2, 196).swapaxes(2, 3)
+            still = "pixel_values" in inputs
+            for frame in values:
+                flat = frame[:, :1] if still else frame
+                pieces.append(Piece((1, h, w), flat.reshape(h * w, -1), h * w // 4))
+        else:
+            pieces.append(Piece((t, h, w), rows.reshape(t * h * w, -1), h * w // 4))
+    return Item(tuple(pieces), tuple(grids), sum(piece.tokens for piece in pieces))
+
+
+def canonical_rows(name: str, h: int, w: int) -> list[int]:
+    """For each row of a frame in jaxvit's order, its row in the reference's processor's output."""
+    cells = [(y, x) for y in range(h // 2) for x in range(w // 2)]
+    if name == "Qwen25VL":
+        ordered = sorted(cells, key=lambda cell: (cell[0] // 4, cell[1] // 4))
+        return [(y * (w // 2) + x) * 4 + k for y, x in ordered for k in range(4)]
+    return [(2 * y + dy) * w + 2 * x + dx for y, x in cells for dy in (0, 1) for dx in (0, 1)]
+
+
+MEDIA = {
+    "qwen2_5_vl": [picture(140, 140), picture(28, 812), picture(61, 300), clip(1, 56, 84), clip(5, 150, 120)],
+    "kimi_k25": [picture(224, 100), picture(15, 400), clip(1, 60, 60), clip(11, 100, 60)],
+    "lfm2_vl": [picture(256, 256), picture(100, 500), picture(1100, 700)],
+}
+CASES = [(name, index) for name, media in MEDIA.items() for index in range(len(media))]
+
+
+@pytest.mark.parametrize(("name", "index"), CASES)
+def test_equals_the_whole_model_on_its_own_inputs(folders, name: str, index: int) -> None:
+    from jaxvit.reference import Reference
+
+    folder, whole = folders[name]
+    reference = Reference.load(folder)
+    inputs = reference.process(MEDIA[name][index])
+    expected = features(whole, inputs)
+    assert distance(reference.encode_inputs(inputs), expected) < 1e-6
+
+
+@pytest.mark.parametrize(("name", "index"), CASES)
+def test_an_item_goes_back_to_the_very_pixels_it_was_made_from(folders, name: str, index: int) -> None:
+    from jaxvit.reference import Reference
+
+    reference = Reference.load(folders[name][0])
+    inputs = reference.process(MEDIA[name][index])
+    units = reference.units(item_of(reference, inputs))
+    for unit, (patches, grid), (values, _) in zip(
+        units, reference.pixels(inputs), reference._split(inputs), strict=True
+    ):
+        assert unit.grid == grid
+        np.testing.assert_array_equal(unit.patches, patches)
+        np.testing.assert_array_equal(reference.table[unit.patches, reference._channels], values.numpy())
+
+
+@pytest.mark.parametrize(("name", "index"), CASES)
+def test_an_item_gives_the_embeddings_of_the_whole_model(folders, name: str, index: int) -> None:
+    from jaxvit.reference import Reference
+
+    folder, whole = folders[name]
+    reference = Reference.load(folder)
+    inputs = reference.process(MEDIA[name][index])
+    item = item_of(reference, inputs)
+    embeddings = reference.encode(item)
+    assert embeddings.dtype == np.float32
+    assert embeddings.shape == (item.tokens, 24)
+    assert distance(embeddings, features(whole, inputs)) < 1e-6
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_eager_attention_and_float64_stay_within_float32_of_sdpa(folders, name: str) -> None:
+    from jaxvit.reference import Reference
+
+    folder, _ = folders[name]
+    results = {}
+    for dtype, attention in (("float32", "sdpa"), ("float32", "eager"), ("float64", "sdpa"), ("float64", "eager")):
+        reference = Reference.load(folder, dtype=dtype, attention=attention)
+        item = item_of(reference, reference.process(MEDIA[name][-1]))
+        results[dtype, attention] = reference.encode(item)
+    assert results["float64", "sdpa"].dtype == np.float64
+    assert distance(results["float64", "eager"], results["float64", "sdpa"]) < 1e-14
+    for attention in ("sdpa", "eager"):
+        assert 1e-9 < distance(results["float32", attention], results["float64", "sdpa"]) < 3e-6
