@@ -75,7 +75,7 @@ def write_checkpoint(
         groups.setdefault(place(name), {})[name] = tuple(tensors[name])
     files = {number: shard_name.format(number, total or len(groups)) for number in groups}
     if shards == 1:
-        files = {number: SINGLE for number in groups}
+        files = dict.fromkeys(groups, SINGLE)
     else:
         size = sum(prod(shape) * _itemsize(name, dtype) for name, shape in tensors.items())
         weight_map = {name: files[number] for number, group in groups.items() for name in group}
@@ -246,10 +246,14 @@ def random_full_size(name: str, folder: Path, layers: int | None = None, **optio
             part, beside an index that speaks of others, which are absent.
     """
     files, tensors = _cut(name, layers)
-    if files["config.json"]["model_type"] == "kimi_k25":
-        projector = {"shards": lambda tensor: 63 if tensor.startswith("mm_projector.") else 64, "total": 64}
-        options = {**projector, "shard_name": TINY["kimi_k25"].shard_name, **options}
-    return write_checkpoint(folder, files, tensors, **{"shards": 2, **options})
+    if files["config.json"]["model_type"] != "kimi_k25":
+        return write_checkpoint(folder, files, tensors, **{"shards": 2, **options})
+    kimi = {"shards": lambda tensor: 63 if tensor.startswith("mm_projector.") else 64, "total": 64}
+    folder = write_checkpoint(folder, files, tensors, **{**kimi, "shard_name": TINY["kimi_k25"].shard_name, **options})
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    index["weight_map"]["language_model.model.embed_tokens.weight"] = TINY["kimi_k25"].shard_name.format(1, 64)
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return folder
 
 
 def _cut(name: str, layers: int | None) -> tuple[dict[str, dict[str, Any]], dict[str, Shape]]:

@@ -176,25 +176,25 @@ def _gaps(
     if (None in parts and len(sources) > 1) or any(count > 1 for count in parts.values()):
         names = [source.name for source in sources]
         return {name: f"duplicate: {' and '.join(names)} all hold {path}" for name in names if name not in faults}
-    makers = [(key, name) for key in table.keys if (name := key.name(path))]
-    if not makers:
-        return {} if sources else {path: "missing, a parameter that no tensor of the key table fills"}
-    if not sources:  # name the first way of the table to fill it
-        wanted = [(key, name) for key, name in makers if (key.part is None) == (makers[0][0].part is None)]
-        wanted = wanted[:1] if makers[0][0].part is None else wanted
-    elif None in parts:
-        wanted = []
+    named = [(key.part, _written(name, spelling)) for key in table.keys if (name := key.name(path))]
+    makers = [(part, name) for part, name in named if name]
+    if sources:
+        names = [] if None in parts else [name for part, name in makers if part and part not in parts]
+    elif makers:  # the first way of the table to fill it
+        first = makers[0][0]
+        names = [name for part, name in makers if part] if first else [makers[0][1]]
     else:
-        wanted = [(key, name) for key, name in makers if key.part and key.part not in parts]
-    names = [_written(name, spelling) for _, name in wanted]
+        return {path: "missing, a parameter that no tensor of the key table fills"}
     stems = {fault.rpartition(".")[0] for fault, why in faults.items() if why.startswith("quantised")}
     return {name: "missing" for name in names if name.rpartition(".")[0] not in stems}
 
 
-def _written(canonical: str, spelling: Mapping[str, str]) -> str:
-    """A canonical name as this checkpoint would spell it."""
+def _written(canonical: str, spelling: Mapping[str, str]) -> str | None:
+    """A canonical name as this checkpoint would spell it; None when it belongs to another spelling."""
     fits = [(written, prefix) for written, prefix in spelling.items() if canonical.startswith(prefix)]
-    written, prefix = max(fits, key=lambda pair: len(pair[1]), default=("", ""))
+    if not fits:
+        return None
+    written, prefix = max(fits, key=lambda pair: len(pair[1]))
     return written + canonical[len(prefix) :]
 
 

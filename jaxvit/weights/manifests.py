@@ -1,4 +1,4 @@
-"""Manifests: what the files of real checkpoints hold (names, shapes and dtypes of tensors, config files), no weights."""
+"""What the files of real checkpoints hold: config files, and names, shapes and dtypes of tensors, no weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxvit.paths import data
 
-_FILES = {"config.json": "config", "preprocessor_config.json": "preprocessor_config", "processor_config.json": "processor_config"}  # fmt: skip
+_FILES = ("config", "preprocessor_config", "processor_config")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def load(name: str) -> Manifest:
     if not path.is_file():
         raise KeyError(f"no manifest {name!r}; there are {', '.join(names())}")
     raw = json.loads(path.read_text(encoding="utf-8"))
-    files = {file: raw[field] for file, field in _FILES.items() if field in raw}
+    files = {f"{field}.json": raw[field] for field in _FILES if field in raw}
     tensors = {tensor: (tuple(shape), dtype) for tensor, (shape, dtype) in raw["tensors"].items()}
     return Manifest(raw["repo_id"], files, tensors, raw)
 
