@@ -21,13 +21,13 @@ def antialiased_linear(side: int, length: int) -> np.ndarray:
     """Weights of each of ``side`` entries for each of ``length`` places: float32 [length, side], rows adding up to 1.
 
     Equals PyTorch's ``interpolate(mode="bilinear", antialias=True, align_corners=False)`` along one axis: a triangle as
-    wide as the larger of a place and an entry.
+    wide as the larger of a place and an entry. In float32 as there: float64 would differ from it by 5e-6.
     """
-    scale = side / length
-    centre = (np.arange(length) + 0.5) * scale - 0.5
-    distance = np.abs(np.arange(side) - centre[:, None]) / max(scale, 1.0)
-    weights = np.maximum(0.0, 1.0 - distance)
-    weights = (weights / weights.sum(-1, keepdims=True)).astype(np.float32)
+    scale = np.float32(side) / np.float32(length)
+    centre = (np.arange(length, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5)
+    distance = np.abs(np.arange(side, dtype=np.float32) - centre[:, None]) / max(scale, np.float32(1))
+    weights = np.maximum(np.float32(0), np.float32(1) - distance)
+    weights = weights / weights.sum(-1, keepdims=True)
     weights.flags.writeable = False
     return weights
 
