@@ -238,17 +238,17 @@ def token_range(limits: Limits, factor: int = 28) -> tuple[int, int]:
     """
     least, most = limits.min_pixels / factor**2, limits.max_pixels / factor**2
     low, high = math.ceil(least), math.floor(most)
-    slack = 1 + 1e-9  # sides that are whole numbers may come out an ulp higher
+    slack = 1e-9  # sides that are whole numbers may come out an ulp off
     for rows in range(1, math.ceil(math.sqrt(least)) + 2):
         longest = math.sqrt(MAX_ASPECT * least)
         if rows > 1:
             longest = min(longest, least / (rows - 1))
         if math.ceil(math.sqrt(least / MAX_ASPECT)) <= rows:
-            high = max(high, rows * math.ceil(longest * slack))
+            high = max(high, rows * math.ceil(longest * (1 + slack)))
     for rows in range(max(1, math.floor(math.sqrt(most / MAX_ASPECT))), math.floor(math.sqrt(most)) + 2):
-        low = min(low, rows * max(1, math.floor(most / (rows + 1))))
+        low = min(low, rows * max(1, math.floor(most / (rows + 1) * (1 - slack))))
     if most < MAX_ASPECT:  # a side below one token is held at one
-        high = max(high, math.floor(math.sqrt(MAX_ASPECT * most) * slack))
+        high = max(high, math.floor(math.sqrt(MAX_ASPECT * most) * (1 + slack)))
     return max(low, 1), max(high, 1)
 
 
