@@ -11,7 +11,7 @@ A backend has three faces: ``buffers`` declares its metadata, ``metadata`` fills
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ Attend = Callable[[Array, Array, Array], Array]
 Metadata = Mapping[str, Array]
 
 
+@runtime_checkable
 class Backend(Protocol):
     """One way to compute packed attention."""
 

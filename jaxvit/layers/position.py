@@ -6,10 +6,11 @@ A resampling is linear and separable: a patch's position is the table weighed by
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxvit.layers.linear import dot
 
@@ -35,6 +36,64 @@ def antialiased_linear(side: int, length: int) -> np.ndarray:
 def weigh_by_axis(
     y: Float[Array, "patches side"], x: Float[Array, "patches side"], table: Float[Array, "entries hidden"]
 ) -> Float[Array, "patches hidden"]:
-    """The table, ``side`` rows of ``side`` entries, weighed by y and x for each patch; in float32, then in its dtype."""
+    """For each patch the table, ``side`` rows of ``side`` entries, weighed by y and x in float32, cast to its dtype."""
     weights = (y[:, :, None] * x[:, None, :]).reshape(y.shape[0], -1)
     return dot(weights, table.astype(jnp.float32)).astype(table.dtype)
+
+
+# Four taps a place (MoonViT: 64 entries a side, of which a place reads four)
+
+
+class Taps(NamedTuple):
+    """For each place along one axis, the entries it reads and their weights.
+
+    Attributes:
+        index: int32 [length, 4].
+        weight: float32 [length, 4].
+    """
+
+    index: np.ndarray
+    weight: np.ndarray
+
+
+@lru_cache(maxsize=512)
+def bicubic(side: int, length: int) -> Taps:
+    """Taps of ``length`` places on ``side`` entries.
+
+    Equals PyTorch's ``interpolate(mode="bicubic", antialias=False, align_corners=False)`` along one axis: cubic
+    convolution with a = -0.75; taps beyond the border read the border's entry, and the weights stay as they are. With
+    as many places as entries the weights are exactly 0 and 1.
+    """
+    a = -0.75
+    source = (np.arange(length) + 0.5) * side / length - 0.5
+    first = np.floor(source).astype(np.int64) - 1
+    taps = first[:, None] + np.arange(4)
+    d = np.abs(source[:, None] - taps)
+    near = ((a + 2) * d - (a + 3)) * d * d + 1
+    far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
+    result = Taps(np.clip(taps, 0, side - 1).astype(np.int32), np.where(d <= 1, near, far).astype(np.float32))
+    for array in result:
+        array.flags.writeable = False
+    return result
+
+
+def gather_by_axis(
+    index: Int[Array, "patches 2 taps"],
+    weight: Float[Array, "patches 2 taps"],
+    table: Float[Array, "rows columns hidden"],
+) -> Float[Array, "patches hidden"]:
+    """For each patch the sum over its taps of y weight, x weight and the table's entry multiplied: float32.
+
+    Axis 1 of index and weight holds y, then x.
+    """
+    flat = table.reshape(-1, table.shape[-1])
+    taps = range(index.shape[-1])
+
+    def along_x(row: int) -> Array:
+        entries = index[:, 0, row] * table.shape[1]
+        return sum(
+            weight[:, 1, column, None] * flat.at[entries + index[:, 1, column]].get(mode="clip").astype(jnp.float32)
+            for column in taps
+        )
+
+    return sum(weight[:, 0, row, None] * along_x(row) for row in taps)

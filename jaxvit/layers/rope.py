@@ -8,9 +8,10 @@ from jaxtyping import Array, Float, Int
 
 
 def frequencies(count: int, theta: float) -> np.ndarray:
-    """theta ** (-i / count) for i < count: float32 [count], computed as the reference does, in float32 powers."""
+    """theta ** (-i / count) for i < count: float32 [count], rounded as the reference does, power and quotient."""
     exponents = np.arange(count, dtype=np.float32) / np.float32(count)
-    return (1.0 / np.float64(theta) ** exponents.astype(np.float64)).astype(np.float32)
+    powers = (np.float64(theta) ** exponents.astype(np.float64)).astype(np.float32)
+    return np.float32(1.0) / powers
 
 
 def angles_by_axis(coordinates: Int[Array, "patches 2"], count: int, theta: float) -> Float[Array, "patches angles"]:
