@@ -14,7 +14,7 @@ from jaxvit.models.options import Options
 
 @dataclass(frozen=True)
 class Config:
-    """Fields carry the checkpoint's names, the first nine those of ``vision_config``; defaults are what absence means."""
+    """Fields carry the checkpoint's names, the first nine ``vision_config``'s; a default is what absence means."""
 
     hidden_size: int = 768
     intermediate_size: int = 3072
@@ -94,8 +94,8 @@ class Config:
         last = range(-1, -config.num_hidden_layers - 1, -1)
         if type(config.vision_feature_layer) is not int or config.vision_feature_layer not in last:
             raise CheckpointError(
-                f"config.json: vision_feature_layer is {config.vision_feature_layer!r}, and only a single layer counted "
-                f"from the end, {last[0]} to {last[-1]}, is implemented"
+                f"config.json: vision_feature_layer is {config.vision_feature_layer!r}, and only one counted from the "
+                f"end, {last[0]} to {last[-1]}, is implemented"
             )
         if config.table_side**2 != config.num_patches:
             raise CheckpointError(

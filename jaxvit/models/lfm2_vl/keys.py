@@ -12,7 +12,7 @@ SPELLINGS = tuple(
     for root in ("model.", "")
     for inner in ("vision_model.", "")
 )
-"""The hub's and re-saves of transformers 5, which have no ``vision_model``; both with and without the outer ``model``."""
+"""The hub's names and those of transformers 5, which lack ``vision_model``; both with or without ``model``."""
 
 
 @lru_cache(maxsize=64)

@@ -7,8 +7,8 @@
 | position_x | pos_embeds          | weight of each column of the position table, per patch  | zeros         |
 | full/*     | cu_seqlens          | attention segments: tiles and views                     | the backend's |
 
-vLLM hands its graph the interpolated positions, computed eagerly at each replay; here the executable takes the weights and
-interpolates. vLLM's ``gather_idx`` has no buffer: the four patches of a token are brought together when they are cut.
+vLLM hands its graph the interpolated positions, computed eagerly at each replay; here the executable takes the weights
+and interpolates. vLLM's ``gather_idx`` has no buffer: the patches of a token are brought together when they are cut.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ class Positions(NamedTuple):
 def positions(height: int, width: int, merge: int, side: int) -> Positions:
     """Weights for a grid of height x width patches, cell by cell."""
     order = cells(height, width, merge)
-    weights = Positions(antialiased_linear(side, height)[order // width], antialiased_linear(side, width)[order % width])
+    y, x = np.divmod(order, width)
+    weights = Positions(antialiased_linear(side, height)[y], antialiased_linear(side, width)[x])
     for array in weights:
         array.flags.writeable = False
     return weights
 
 
 def cells(height: int, width: int, merge: int) -> np.ndarray:
-    """For each row of a piece, its patch's number in row-major order: int64 [patches], cell by cell, (kh, kw) inside."""
+    """The row-major number of each row of a piece: int64 [patches], cell by cell, (kh, kw) inside a cell."""
     numbers = np.arange(height * width).reshape(height // merge, merge, width // merge, merge)
     return numbers.swapaxes(1, 2).reshape(-1)
 
@@ -70,3 +71,21 @@ def layout(config: Config, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
 def lengths(pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
     """Segments: int32 patches each."""
     return {"full": np.array([piece.rows for piece in pieces], np.int32)}
+
+
+def example(config: Config, bucket: Bucket, largest: int) -> list[Piece]:
+    """Views of about equal size, each of at most ``largest`` tokens, with random pixels, that fill the bucket."""
+    room = min(bucket.tokens, bucket.patches // config.downsample_factor**2)
+    count = min(-(-room // largest), bucket.segments)
+    room = min(room, count * largest)
+    random = np.random.default_rng(0)
+    return [_view(config, room // count + (index < room % count), random) for index in range(count)]
+
+
+def _view(config: Config, tokens: int, random: np.random.Generator) -> Piece:
+    """A piece of so many tokens, as near to a square as they allow."""
+    merge = config.downsample_factor
+    rows = next(rows for rows in range(int(tokens**0.5), 0, -1) if tokens % rows == 0)
+    shape = (tokens * merge**2, config.num_channels * config.patch_size**2)
+    grid = (1, rows * merge, tokens // rows * merge)
+    return Piece(grid, random.integers(0, 256, shape, np.uint8), tokens)

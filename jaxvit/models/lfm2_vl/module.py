@@ -1,7 +1,7 @@
 """The LFM2-VL vision tower and projector, named after the checkpoint: embeddings, blocks, norm, projector.
 
-Source: transformers' ``Siglip2VisionModel`` and ``Lfm2VlMultiModalProjector``. The four patches of a token are neighbouring
-rows (see ``layout.py``), so that the projector's pixel unshuffle is a reshape.
+Source: transformers' ``Siglip2VisionModel`` and ``Lfm2VlMultiModalProjector``. The four patches of a token are
+neighbouring rows (see ``layout.py``), so that the projector's pixel unshuffle is a reshape.
 """
 
 from __future__ import annotations

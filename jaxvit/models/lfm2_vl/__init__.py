@@ -1,0 +1,71 @@
+"""LFM2-VL and LFM2.5-VL: SigLIP2 NaFlex towers of 12, 26 and 27 layers, images cut into tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from jaxvit.models.family import Bucket, Buffer, Family, Item, Piece
+from jaxvit.models.lfm2_vl import keys, layout, processing
+from jaxvit.models.lfm2_vl.config import Config
+from jaxvit.models.lfm2_vl.module import VisionTower
+from jaxvit.weights.keys import KeyTable
+
+
+@dataclass(frozen=True)
+class Lfm2VL(Family):
+    name: ClassVar[str] = "lfm2_vl"
+
+    config: Config
+    settings: processing.Settings
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, Mapping[str, Any]], overrides: Mapping[str, Any] | None = None) -> Lfm2VL:
+        return cls(Config.from_files(files), processing.Settings.from_files(files, overrides))
+
+    @property
+    def merge(self) -> int:
+        return self.config.downsample_factor
+
+    @property
+    def width(self) -> int:
+        return self.config.text_hidden_size
+
+    @property
+    def table(self) -> np.ndarray:
+        return self.settings.table
+
+    @property
+    def channels(self) -> np.ndarray:
+        return self.settings.channels
+
+    @property
+    def keys(self) -> KeyTable:
+        return keys.table(self.config)
+
+    def budget_range(self) -> tuple[int, int]:
+        return self.settings.budget_range()
+
+    def prepare(self, picture: np.ndarray) -> Item:
+        return processing.prepare(picture, self.settings)
+
+    def items(self, inputs: Mapping[str, Any], pieces_per_item: Sequence[int] | None = None) -> list[Item]:
+        return processing.items(inputs, self.settings, pieces_per_item)
+
+    def buffers(self, bucket: Bucket, pixels: Literal["uint8", "float32"]) -> tuple[Buffer, ...]:
+        return layout.buffers(self.config, bucket, pixels)
+
+    def layout(self, pieces: Sequence[Piece], bucket: Bucket) -> dict[str, np.ndarray]:
+        return layout.layout(self.config, pieces)
+
+    def lengths(self, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
+        return layout.lengths(pieces)
+
+    def example(self, bucket: Bucket) -> list[Piece]:
+        return layout.example(self.config, bucket, self.budget_range()[1])
+
+    def module(self) -> VisionTower:
+        return VisionTower(self.config)
