@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from jaxvit.models.family import Bucket, Buffer, Family, Item, Piece
+from jaxvit.models.family import Bucket, Buffer, Family, Item, Piece, rectangles
 from jaxvit.models.lfm2_vl import keys, layout, processing
 from jaxvit.models.lfm2_vl.config import Config
 from jaxvit.models.lfm2_vl.module import VisionTower
@@ -17,6 +17,8 @@ from jaxvit.weights.keys import KeyTable
 
 @dataclass(frozen=True)
 class Lfm2VL(Family):
+    """See :class:`jaxvit.models.family.Family`."""
+
     name: ClassVar[str] = "lfm2_vl"
 
     config: Config
@@ -65,7 +67,14 @@ class Lfm2VL(Family):
         return layout.lengths(pieces)
 
     def example(self, bucket: Bucket) -> list[Piece]:
-        return layout.example(self.config, bucket, self.budget_range()[1])
+        generator = np.random.default_rng(0)
+        smallest, largest = self.budget_range()
+        shapes = rectangles(bucket.tokens, smallest, largest, side=largest)[: bucket.segments]
+        return [self._example(rows * self.merge, columns * self.merge, generator) for rows, columns in shapes]
+
+    def _example(self, height: int, width: int, generator: np.random.Generator) -> Piece:
+        patches = generator.integers(0, 256, (height * width, len(self.channels)), dtype=np.uint8)
+        return Piece((1, height, width), patches, height * width // self.merge**2)
 
     def module(self) -> VisionTower:
         return VisionTower(self.config)

@@ -71,21 +71,3 @@ def layout(config: Config, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
 def lengths(pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
     """Segments: int32 patches each."""
     return {"full": np.array([piece.rows for piece in pieces], np.int32)}
-
-
-def example(config: Config, bucket: Bucket, largest: int) -> list[Piece]:
-    """Views of about equal size, each of at most ``largest`` tokens, with random pixels, that fill the bucket."""
-    room = min(bucket.tokens, bucket.patches // config.downsample_factor**2)
-    count = min(-(-room // largest), bucket.segments)
-    room = min(room, count * largest)
-    random = np.random.default_rng(0)
-    return [_view(config, room // count + (index < room % count), random) for index in range(count)]
-
-
-def _view(config: Config, tokens: int, random: np.random.Generator) -> Piece:
-    """A piece of so many tokens, as near to a square as they allow."""
-    merge = config.downsample_factor
-    rows = next(rows for rows in range(int(tokens**0.5), 0, -1) if tokens % rows == 0)
-    shape = (tokens * merge**2, config.num_channels * config.patch_size**2)
-    grid = (1, rows * merge, tokens // rows * merge)
-    return Piece(grid, random.integers(0, 256, shape, np.uint8), tokens)
