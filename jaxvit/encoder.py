@@ -77,7 +77,7 @@ def load(
         for device, held in zip(placed, weights, strict=True):
             held[path] = jax.device_put(array, device)
     encoder = Encoder(family, ladder, compute, placed, weights, attention=attention, on_overflow=on_overflow)
-    encoder.folder = folder
+    encoder.folder, encoder.overrides = folder, dict(processor or {})
     log.info(
         "jaxvit: %s (%s), %s on %s, %d buckets of %d to %d tokens (%s)",
         model, family.name, compute, placed[0].device_kind, len(ladder.buckets), ladder.buckets[0].tokens,
@@ -90,6 +90,7 @@ class Encoder:
     """A loaded vision encoder. Made by :func:`jaxvit.load`; safe to share between threads."""
 
     folder: Path | None = None
+    overrides: Mapping[str, Any] | None = None
 
     def __init__(
         self,
@@ -136,7 +137,7 @@ class Encoder:
         try:
             if isinstance(medium, Item):
                 return medium
-            decoded = _media.decode(medium, index)
+            decoded = _media.decode(medium, index, self.family.sample_frames)
             if isinstance(decoded, _media.Video):
                 return self.family.prepare_video(decoded.frames, decoded.fps, decoded.timestamps, decoded.prune)
             return self.family.prepare(decoded)

@@ -144,7 +144,7 @@ class Dispatcher:
         self._ready: dict[Any, Executable] = {}
         self._exact: OrderedDict[Any, Executable] = OrderedDict()
 
-    # planning
+
 
     def plan(self, items: Sequence[Item]) -> Plan:
         """Packs the items' pieces into buckets, each device with its own plan.

@@ -207,6 +207,12 @@ class Family(ABC):
 
         raise MediaError(f"{self.name} has no video input; pass the frames as images")
 
+    def sample_frames(self, total: int, native: float, fps: float | None) -> Sequence[int]:
+        """Which of a file's ``total`` frames at ``native`` frames a second are taken, at ``fps`` (None: the default)."""
+        from jaxvit.media import uniform
+
+        return uniform(total, native, fps)
+
     @abstractmethod
     def items(self, inputs: Mapping[str, Any], pieces_per_item: Sequence[int] | None = None) -> list[Item]:
         """Items from the output of the family's Hugging Face processor."""
@@ -243,3 +249,22 @@ class Family(ABC):
     def finish(self, item: Item, embeddings: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """The item's embeddings after pruning, and the kept positions (None when nothing was pruned)."""
         return embeddings, None
+
+
+def rectangles(cells: int, smallest: int, largest: int, side: int) -> list[tuple[int, int]]:
+    """(rows, columns) of merged cells, nearly square, that fill ``cells`` as far as pieces of legal sizes can.
+
+    Args:
+        smallest, largest: cells of a legal piece.
+        side: the longest legal side, in cells.
+    """
+    found = []
+    while cells >= smallest:
+        area = min(cells, largest)
+        rows = min(max(int(area**0.5), 1), side)
+        columns = min(area // rows, side)
+        if rows * columns < smallest:
+            rows, columns = 1, smallest
+        found.append((rows, columns))
+        cells -= rows * columns
+    return found

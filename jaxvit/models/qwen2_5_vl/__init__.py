@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from jaxvit.models.family import Bucket, Buffer, Family, Item, Piece
+from jaxvit.layers.prune import retained
+from jaxvit.models.family import Bucket, Buffer, Family, Item, Piece, rectangles
 from jaxvit.models.qwen2_5_vl import keys, layout, processing
 from jaxvit.models.qwen2_5_vl.config import Config
 from jaxvit.models.qwen2_5_vl.module import VisionTower
@@ -16,6 +17,8 @@ from jaxvit.models.qwen2_5_vl.module import VisionTower
 
 @dataclass(frozen=True)
 class Qwen25VL(Family):
+    """See :class:`jaxvit.models.family.Family`."""
+
     name: ClassVar[str] = "qwen2_5_vl"
     segment_sets: ClassVar[tuple[str, ...]] = ("full", "window")
     keys: ClassVar = keys.TABLE
@@ -26,3 +29,63 @@ class Qwen25VL(Family):
     @classmethod
     def from_files(cls, files: Mapping[str, Mapping[str, Any]], overrides: Mapping[str, Any] | None = None) -> Qwen25VL:
         return cls(Config.from_files(files), processing.Settings.from_files(files, overrides))
+
+    @property
+    def merge(self) -> int:
+        return self.config.spatial_merge_size
+
+    @property
+    def width(self) -> int:
+        return self.config.out_hidden_size
+
+    @property
+    def table(self) -> np.ndarray:
+        return self.settings.table
+
+    @property
+    def channels(self) -> np.ndarray:
+        return self.settings.channels
+
+    def budget_range(self) -> tuple[int, int]:
+        return self.settings.budget_range()
+
+    def prepare(self, picture: np.ndarray) -> Item:
+        return processing.prepare(picture, self.settings)
+
+    def prepare_video(self, frames: Sequence[np.ndarray], fps: float | None, timestamps: Any, prune: float) -> Item:
+        return processing.prepare_video(frames, self.settings, fps, timestamps, prune)
+
+    def sample_frames(self, total: int, native: float, fps: float | None) -> list[int]:
+        return self.settings.sample_frames(total, native, fps)
+
+    def items(self, inputs: Mapping[str, Any], pieces_per_item: Sequence[int] | None = None) -> list[Item]:
+        return processing.items(inputs, self.settings, pieces_per_item)
+
+    def buffers(self, bucket: Bucket, pixels: Literal["uint8", "float32"]) -> tuple[Buffer, ...]:
+        return layout.buffers(self.config, bucket, pixels)
+
+    def layout(self, pieces: Sequence[Piece], bucket: Bucket) -> dict[str, np.ndarray]:
+        return layout.layout(self.config, pieces)
+
+    def lengths(self, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
+        return layout.lengths(self.config, pieces)
+
+    def example(self, bucket: Bucket) -> list[Piece]:
+        generator = np.random.default_rng(0)
+        smallest, largest = self.budget_range()
+        shapes = rectangles(bucket.tokens, smallest, largest, side=largest)[: bucket.segments]
+        return [self._example(rows * self.merge, columns * self.merge, generator) for rows, columns in shapes]
+
+    def _example(self, height: int, width: int, generator: np.random.Generator) -> Piece:
+        patches = generator.integers(0, 256, (height * width, self.settings.frame_values), dtype=np.uint8)
+        plan = layout.windows(height, width, self.merge, self.config.window_cells)
+        return Piece((1, height, width), patches, len(plan.order), len(plan.lengths))
+
+    def module(self) -> VisionTower:
+        return VisionTower(self.config)
+
+    def finish(self, item: Item, embeddings: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        if not item.prune:
+            return embeddings, None
+        kept = retained(embeddings, len(item.pieces), item.tokens)
+        return embeddings[kept], kept
