@@ -6,8 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import FileIO
+from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -24,7 +26,7 @@ DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
-CHUNK = 4 * 2**20
+CHUNK = 2**20
 """Elements converted at a time, so that a cast needs no second copy of a tensor."""
 
 
@@ -215,60 +217,69 @@ def _config(folder: Path) -> Mapping[str, Any]:
 
 
 def _stream(parameters: list[Parameter], dtype: np.dtype, block: tuple[int, int]) -> Iterator[tuple[str, np.ndarray]]:
+    largest = max((prod(source.stored.shape) for parameter in parameters for source in parameter.sources), default=0)
+    scratch = np.empty(largest, dtype)  # one for all, so that memory is neither held twice nor fragmented
     with ExitStack() as stack:
         files = {}
         for parameter in parameters:
             for source in parameter.sources:
-                path = source.stored.file
-                if path not in files:
-                    files[path] = stack.enter_context(path.open("rb", buffering=0))
-            yield parameter.path, _assemble(parameter, files, dtype, block)
+                for stored in (source.stored, source.scale):
+                    if stored and stored.file not in files:
+                        files[stored.file] = stack.enter_context(stored.file.open("rb", buffering=0))
+            yield parameter.path, _assemble(parameter, files, scratch, block)
 
 
 def _assemble(
-    parameter: Parameter, files: Mapping[Path, BinaryIO], dtype: np.dtype, block: tuple[int, int]
+    parameter: Parameter, files: Mapping[Path, FileIO], scratch: np.ndarray, block: tuple[int, int]
 ) -> np.ndarray:
-    if len(parameter.sources) == 1:
-        source = parameter.sources[0]
-        return np.ascontiguousarray(source.key.transform(_read(source, files, dtype, block))).reshape(parameter.shape)
-    whole = np.empty(parameter.shape, dtype)
+    whole = _aligned(parameter.shape, scratch.dtype)
     for source in parameter.sources:
         index, count = source.key.part or (0, 1)
-        width = parameter.shape[-1] // count
-        whole[..., index * width : (index + 1) * width] = source.key.transform(_read(source, files, dtype, block))
+        width = parameter.shape[-1] // count if parameter.shape else 0
+        part = whole[..., index * width : (index + 1) * width] if count > 1 else whole
+        part[...] = source.key.transform(_read(source, files, scratch, block))
     return whole
 
 
-def _read(source: Source, files: Mapping[Path, BinaryIO], dtype: np.dtype, block: tuple[int, int]) -> np.ndarray:
-    """A tensor in its stored shape and in the dtype asked for, its scale applied."""
-    if source.scale is None:
-        return _cast(files[source.stored.file], source.stored, dtype)
-    weight = _cast(files[source.stored.file], source.stored, np.dtype(np.float32))
-    scale_file = source.scale.file
-    with scale_file.open("rb", buffering=0) as file:
-        quantised.apply_scale(weight, _cast(file, source.scale, np.dtype(np.float32)), block)
-    return weight.astype(dtype, copy=False)
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An empty array at a multiple of 64 bytes, which ``jax.device_put`` to a CPU takes over instead of copying it."""
+    size = prod(shape) * dtype.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def _cast(file: BinaryIO, stored: Stored, dtype: np.dtype) -> np.ndarray:
-    """The tensor's bytes in ``dtype``: read in place when it is stored so, else a chunk at a time."""
-    result = np.empty(stored.shape, dtype)
-    flat = result.reshape(-1)
+def _read(source: Source, files: Mapping[Path, FileIO], scratch: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """A tensor in its stored shape, its scale applied, in memory that the next one overwrites."""
+    stored, scale = source.stored, source.scale
+    result = scratch[: prod(stored.shape)]
+    if scale is None:
+        _cast(files[stored.file], stored, result)
+    else:
+        weight, factor = (np.empty(part.shape, np.float32) for part in (stored, scale))
+        _cast(files[stored.file], stored, weight.reshape(-1))
+        _cast(files[scale.file], scale, factor.reshape(-1))
+        quantised.apply_scale(weight, factor, block)
+        result[...] = weight.reshape(-1)
+    return result.reshape(stored.shape)
+
+
+def _cast(file: FileIO, stored: Stored, result: np.ndarray) -> None:
+    """Reads a tensor into a flat array: in place when it is stored in that dtype, else a chunk at a time."""
     source = DTYPES[stored.dtype]
     file.seek(stored.start)
-    if source == dtype:
-        _fill(file, stored, flat)
-        return result
-    chunk = np.empty(min(CHUNK, flat.size), source)
-    for start in range(0, flat.size, CHUNK):
-        part = chunk[: min(CHUNK, flat.size - start)]
+    if source == result.dtype:
+        _fill(file, stored, result)
+        return
+    chunk = np.empty(min(CHUNK, result.size), source)
+    for start in range(0, result.size, CHUNK):
+        part = chunk[: min(CHUNK, result.size - start)]
         _fill(file, stored, part)
         with np.errstate(over="ignore", invalid="ignore"):  # what a checkpoint holds beyond the dtype becomes infinite
-            flat[start : start + part.size] = part
-    return result
+            result[start : start + part.size] = part
 
 
-def _fill(file: BinaryIO, stored: Stored, array: np.ndarray) -> None:
+def _fill(file: FileIO, stored: Stored, array: np.ndarray) -> None:
     view = memoryview(array.view(np.uint8))
     while view:
         count = file.readinto(view)

@@ -1,0 +1,42 @@
+import numpy as np
+import pytest
+
+from jaxvit.weights.keys import Key, KeyTable, transpose
+
+
+def test_a_key_turns_a_name_into_a_parameter_path_and_back():
+    key = Key(r"blocks\.(\d+)\.(norm1|norm2)\.weight", r"blocks.\1.\2.scale")
+    assert key.parameter("blocks.31.norm2.weight") == "blocks.31.norm2.scale"
+    assert key.name("blocks.31.norm2.scale") == "blocks.31.norm2.weight"
+
+
+def test_a_key_matches_whole_names_only():
+    key = Key(r"blocks\.(\d+)\.norm\.weight", r"blocks.\1.norm.scale")
+    assert key.parameter("blocks.0.norm.weight_scale") is None
+    assert key.parameter("x.blocks.0.norm.weight") is None
+    assert key.name("blocks.0.norm.bias") is None
+
+
+def test_a_key_does_not_invent_a_name_that_it_would_not_match():
+    assert Key(r"blocks\.(\d+)\.norm(?:a|b)\.weight", r"blocks.\1.norm.scale").name("blocks.0.norm.scale") is None
+    assert Key(r"rotary\.inv_freq", None).name("rotary.inv_freq") is None
+
+
+def test_groups_may_change_places():
+    key = Key(r"(\d+)\.(fc1|fc2)\.weight", r"\2.\1.kernel")
+    assert key.parameter("7.fc1.weight") == "fc1.7.kernel"
+    assert key.name("fc1.7.kernel") == "7.fc1.weight"
+
+
+def test_the_longest_prefix_of_all_spellings_counts():
+    table = KeyTable(({"tower.": ""}, {"tower.inner.": ""}), ())
+    assert table.prefix("tower.inner.blocks.0") == "tower.inner."
+    assert table.prefix("tower.blocks.0") == "tower."
+    assert table.prefix("model.tower.blocks.0") is None
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (6, 3, 2, 2)])
+def test_transpose_gives_a_kernel_of_inputs_by_outputs(shape):
+    weight = np.arange(np.prod(shape)).reshape(shape)
+    x = np.arange(np.prod(shape[1:]))
+    np.testing.assert_array_equal(x @ transpose(weight), weight.reshape(shape[0], -1) @ x)
