@@ -1,0 +1,135 @@
+"""Configuration of the Kimi-K2.5/K2.6 vision tower (MoonViT3d) and projector, from config.json in either spelling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxvit.errors import CheckpointError
+from jaxvit.layers.linear import ACTIVATIONS
+from jaxvit.models.options import Options
+
+HUB = {
+    "hidden_size": "vt_hidden_size",
+    "intermediate_size": "vt_intermediate_size",
+    "num_hidden_layers": "vt_num_hidden_layers",
+    "num_attention_heads": "vt_num_attention_heads",
+    "pos_emb_height": "init_pos_emb_height",
+    "pos_emb_width": "init_pos_emb_width",
+    "pos_emb_time": "init_pos_emb_time",
+}
+"""transformers' name of a field -> the hub's. What is not here has one name."""
+
+KINDS: Mapping[str, Any] = {
+    "merge_type": "sd2_tpool",
+    "pos_emb_type": "divided_fixed",
+    "pos_emb_interpolation_mode": "bicubic",
+    "video_attn_type": "spatial_temporal",
+    "mm_projector_type": "patchmerger",
+    "norm_type": "layernorm",
+    "activation_func": "gelu_pytorch_tanh",
+    "attn_bias": True,
+    "linear_bias": True,
+    "patch_embed_proj_bias": True,
+}
+"""Fields of relatives (Kimi-K3 has most of them) -> the one value that is this tower's. K2.5 omits some of them."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Fields carry transformers' names; the defaults, those of every published K2.x, are what absence means."""
+
+    hidden_size: int = 1152
+    intermediate_size: int = 4304
+    num_hidden_layers: int = 27
+    num_attention_heads: int = 16
+    patch_size: int = 14  # pixels
+    pos_emb_height: int = 64  # rows of the position table
+    pos_emb_width: int = 64  # columns
+    pos_emb_time: int = 4  # frames of a chunk, at most
+    merge_kernel_size: int = 2  # patches per token along a side
+    hidden_act: str = "gelu_pytorch_tanh"
+    eps: float = 1e-5  # not in the file
+    rope_theta: float = 10000.0
+    projector_hidden_act: str = "gelu"
+    projector_ln_eps: float = 1e-5
+    text_hidden_size: int = 7168
+    num_channels: int = 3
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def cell(self) -> int:
+        """Patches of a token."""
+        return self.merge_kernel_size**2
+
+    @property
+    def patch_values(self) -> int:
+        return self.num_channels * self.patch_size**2
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, Mapping[str, Any]]) -> Config:
+        """Reads config.json. Unknown fields are ignored; those of :data:`KINDS` must have this tower's value.
+
+        The tower is described by ``vision_config`` alone. The projector's output is as wide as the language model:
+        ``text_hidden_size`` there (hub), else ``hidden_size`` of ``text_config`` (transformers).
+        """
+        root = Options(files["config.json"], "config.json")
+        vision = Options.vision(files["config.json"], "Kimi-K2.5")
+        text = Options(files["config.json"].get("text_config") or {}, "text_config of config.json")
+        for name, value in KINDS.items():
+            vision.require(name, (value,))
+        for name, spelling in HUB.items():
+            _agree(vision, name, spelling)
+
+        def size(name: str) -> int:
+            return vision.integer(*filter(None, (HUB.get(name), name)), default=getattr(cls, name))
+
+        rope = Options(vision.raw.get("rope_parameters") or {}, "rope_parameters of vision_config")
+        rope.require("rope_type", ("axial",))
+        eps = (vision.raw.get("projector_ln_eps"), root.raw.get("projection_layer_norm_eps"), cls.projector_ln_eps)
+        config = cls(
+            hidden_size=size("hidden_size"),
+            intermediate_size=size("intermediate_size"),
+            num_hidden_layers=size("num_hidden_layers"),
+            num_attention_heads=size("num_attention_heads"),
+            patch_size=size("patch_size"),
+            pos_emb_height=size("pos_emb_height"),
+            pos_emb_width=size("pos_emb_width"),
+            pos_emb_time=size("pos_emb_time"),
+            merge_kernel_size=_square(vision.raw.get("merge_kernel_size", cls.merge_kernel_size)),
+            hidden_act=vision.raw.get("hidden_act", cls.hidden_act),
+            rope_theta=float(rope.raw.get("rope_theta", cls.rope_theta)),
+            projector_hidden_act=vision.raw.get("projector_hidden_act", cls.projector_hidden_act),
+            projector_ln_eps=float(next(one for one in eps if one is not None)),
+            text_hidden_size=vision.integer(
+                "text_hidden_size", default=text.integer("hidden_size", default=cls.text_hidden_size)
+            ),
+        )
+        vision.require("hidden_act", tuple(ACTIVATIONS), value=config.hidden_act)
+        vision.require("projector_hidden_act", tuple(ACTIVATIONS), value=config.projector_hidden_act)
+        vision.require("merge_kernel_size", (2,), value=config.merge_kernel_size)
+        for options, name in ((vision, "mm_hidden_size"), (vision, "qkv_hidden_size"), (root, "projection_hidden_size")):
+            if options.raw.get(name) is not None:
+                options.require(name, (config.hidden_size,))
+        vision.divides("num_attention_heads", config.num_attention_heads, "hidden_size", config.hidden_size)
+        vision.divides("4", 4, "the head dim", config.head_dim)
+        return config
+
+
+def _agree(options: Options, name: str, spelling: str) -> None:
+    """A file may hold a field in both spellings, but not with two values."""
+    values = [options.raw[one] for one in (spelling, name) if options.raw.get(one) is not None]
+    if len(values) == 2 and values[0] != values[1]:
+        raise CheckpointError(
+            f"{options.where}: {spelling} is {values[0]!r} and {name} is {values[1]!r}, two spellings of one field: "
+            "remove the one that the weights do not have"
+        )
+
+
+def _square(kernel: Any) -> Any:
+    """2 for [2, 2]; anything else comes back as it is, to be refused by name."""
+    return kernel[0] if isinstance(kernel, list | tuple) and len(kernel) == 2 and kernel[0] == kernel[1] else kernel

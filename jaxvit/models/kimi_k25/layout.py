@@ -1,0 +1,119 @@
+"""Images and chunks of frames packed into a bucket: the fixed-shape arrays of the Kimi-K2.5 executable.
+
+| buffer      | vLLM's name      | holds                                                               | pad           |
+|-------------|------------------|---------------------------------------------------------------------|---------------|
+| pixels      | pixel_values     | the patches, (C, py, px) each, uint8                                | zeros         |
+| coordinates | rope_freqs_cis   | (y, x) of each patch in its frame                                   | zeros         |
+| tap_index   | pos_embeds       | rows and columns of the position table that each patch reads        | zeros         |
+| tap_weight  | pos_embeds       | their weights                                                       | zeros         |
+| frame       | pos_embeds       | row of the time table: 0 in a piece of one frame, else frame + 1    | zeros         |
+| mean_index  | merge_gather_idx | for each token, its cell of four patches in each frame              | zeros         |
+| mean_weight | -                | 1 / t for each of the t frames, 0 beyond                            | zeros         |
+| full/*      | cu_seqlens       | attention segments: images and chunks, all their frames in one      | the backend's |
+
+vLLM has no buffers for chunks of several frames and runs them outside its graphs; here their mean over time is a weighted
+gather, and pieces of any number of frames share a bucket. A slot of weight 0 names the token's own first cell, so that
+nothing of another piece can reach it, not even a NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jaxvit.layers.position import bicubic
+from jaxvit.models.family import Bucket, Buffer, Piece
+from jaxvit.models.kimi_k25.config import Config
+
+
+class Places(NamedTuple):
+    """Where the patches of one frame stand, cell by cell.
+
+    Attributes:
+        coordinates: int32 [patches, 2]: (y, x).
+        index: int32 [patches, 2, 4]: entries of the position table that a patch reads, along y and along x.
+        weight: float32 [patches, 2, 4].
+    """
+
+    coordinates: np.ndarray
+    index: np.ndarray
+    weight: np.ndarray
+
+
+@lru_cache(maxsize=64)
+def places(height: int, width: int, config: Config) -> Places:
+    """The places of a frame of height x width patches."""
+    y, x = np.divmod(cells(height, width, config.merge_kernel_size), width)
+    rows, columns = bicubic(config.pos_emb_height, height), bicubic(config.pos_emb_width, width)
+    result = Places(
+        np.stack([y, x], axis=1).astype(np.int32),
+        np.stack([rows.index[y], columns.index[x]], axis=1),
+        np.stack([rows.weight[y], columns.weight[x]], axis=1),
+    )
+    for array in result:
+        array.flags.writeable = False
+    return result
+
+
+def cells(height: int, width: int, merge: int) -> np.ndarray:
+    """For each row of a frame, its patch's number in row-major order: int64 [patches], cell by cell, (kh, kw) inside."""
+    numbers = np.arange(height * width).reshape(height // merge, merge, width // merge, merge)
+    return numbers.swapaxes(1, 2).reshape(-1)
+
+
+def buffers(config: Config, bucket: Bucket, pixels: Literal["uint8", "float32"]) -> tuple[Buffer, ...]:
+    """The buffers of the table above but the attention backends' own."""
+    integers, floats = np.dtype(np.int32), np.dtype(np.float32)
+    return (
+        Buffer("pixels", (bucket.patches, config.patch_values), np.dtype(pixels)),
+        Buffer("coordinates", (bucket.patches, 2), integers),
+        Buffer("tap_index", (bucket.patches, 2, 4), integers),
+        Buffer("tap_weight", (bucket.patches, 2, 4), floats),
+        Buffer("frame", (bucket.patches,), integers),
+        Buffer("mean_index", (bucket.tokens, config.pos_emb_time), integers),
+        Buffer("mean_weight", (bucket.tokens, config.pos_emb_time), floats),
+    )
+
+
+def layout(config: Config, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
+    """Arrays for those buffers, as long as the pieces are."""
+    plans = [places(*piece.grid[1:], config) for piece in pieces]
+    frames = [piece.grid[0] for piece in pieces]
+    starts = np.cumsum([0] + [piece.rows // config.cell for piece in pieces[:-1]])
+    means = [mean(piece, start, config) for piece, start in zip(pieces, starts, strict=True)]
+
+    def of_frames(arrays: Sequence[np.ndarray]) -> np.ndarray:  # the same in every frame of a piece
+        return np.concatenate([array for array, count in zip(arrays, frames, strict=True) for _ in range(count)])
+
+    return {
+        "pixels": np.concatenate([piece.patches for piece in pieces]),
+        "coordinates": of_frames([plan.coordinates for plan in plans]),
+        "tap_index": of_frames([plan.index for plan in plans]),
+        "tap_weight": of_frames([plan.weight for plan in plans]),
+        "frame": np.concatenate([frame_rows(piece) for piece in pieces]),
+        "mean_index": np.concatenate([index for index, _ in means]),
+        "mean_weight": np.concatenate([weight for _, weight in means]),
+    }
+
+
+def frame_rows(piece: Piece) -> np.ndarray:
+    """Row of the time table for each patch: int32 [rows]. A piece of one frame has no term of time, not that of frame 0."""
+    frames, height, width = piece.grid
+    return np.repeat(np.arange(frames, dtype=np.int32) + np.int32(frames > 1), height * width)
+
+
+def mean(piece: Piece, start: int, config: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Cells and weights of the mean over a piece's frames, its first cell being ``start``: [tokens, pos_emb_time] each."""
+    frames, slots = piece.grid[0], np.arange(config.pos_emb_time)
+    used = slots < frames
+    index = start + np.arange(piece.tokens)[:, None] + np.where(used, slots, 0) * piece.tokens
+    weight = np.broadcast_to(np.where(used, np.float32(1) / np.float32(frames), np.float32(0)), index.shape)
+    return index.astype(np.int32), weight
+
+
+def lengths(pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
+    """Segments: int32 patches each, of all frames of a piece."""
+    return {"full": np.array([piece.rows for piece in pieces], np.int32)}
