@@ -20,8 +20,10 @@ def as_is(array: np.ndarray) -> np.ndarray:
 
 
 def transpose(array: np.ndarray) -> np.ndarray:
-    """A weight [out, in...] of a Linear, or of a convolution whose stride is its kernel, as a kernel [in, out]."""
-    return array.reshape(array.shape[0], -1).T
+    """The weight [out, in] of a Linear as a kernel [in, out]."""
+    if array.ndim != 2:
+        raise ValueError("a matrix is wanted")
+    return array.T
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Key:
     Attributes:
         pattern: regular expression that matches the whole canonical name; its groups are plain, ``(\d+)`` or ``(a|b)``.
         target: the parameter's path, with ``\1`` for the groups; None for a tensor that is known and not used.
-        transform: stored array -> parameter, moving elements but never computing with them.
+        transform: stored array -> parameter, moving elements but never computing with them; a ValueError says that
+            the stored shape cannot be meant (reshape with care: it would let other shapes of the same size through).
         part: (i, n): the transformed tensor is slice i of n equal slices along the last axis of the parameter.
     """
 

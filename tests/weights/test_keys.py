@@ -35,8 +35,9 @@ def test_the_longest_prefix_of_all_spellings_counts():
     assert table.prefix("model.tower.blocks.0") is None
 
 
-@pytest.mark.parametrize("shape", [(6, 4), (6, 3, 2, 2)])
-def test_transpose_gives_a_kernel_of_inputs_by_outputs(shape):
-    weight = np.arange(np.prod(shape)).reshape(shape)
-    x = np.arange(np.prod(shape[1:]))
-    np.testing.assert_array_equal(x @ transpose(weight), weight.reshape(shape[0], -1) @ x)
+def test_transpose_gives_a_kernel_of_inputs_by_outputs_and_takes_matrices_only():
+    weight = np.arange(24).reshape(6, 4)
+    np.testing.assert_array_equal(np.arange(4) @ transpose(weight), weight @ np.arange(4))
+    for shape in ((24,), (6, 4, 1), (6, 2, 2)):
+        with pytest.raises(ValueError, match="matrix"):
+            transpose(weight.reshape(shape))
