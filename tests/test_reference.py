@@ -141,14 +141,17 @@ def clip(frames: int, height: int, width: int) -> list[np.ndarray]:
 def features(model: Any, inputs: Any) -> np.ndarray:
     """Embeddings by the whole model's own call."""
     import torch
+    import transformers
 
     video = "pixel_values_videos" in inputs
+    if video and hasattr(model.config.vision_config, "pos_emb_time") and transformers.__version__ < "5.2":
+        pytest.skip("the whole Kimi-K2.5 model takes chunks of different t in one call only from transformers 5.24 on")
     names = {"pixel_values_videos", "video_grid_thw", "pixel_values", "image_grid_thw"}
     names |= {"spatial_shapes", "pixel_attention_mask"}
     with torch.inference_mode():
         call = model.model.get_video_features if video else model.model.get_image_features
         out = call(**{name: value for name, value in inputs.items() if name in names}).pooler_output
-    return torch.cat(list(out)).numpy()
+    return torch.cat(list(out)).float().numpy()
 
 
 def distance(ours: np.ndarray, theirs: np.ndarray) -> float:
@@ -244,3 +247,187 @@ def test_eager_attention_and_float64_stay_within_float32_of_sdpa(folders, name: 
     assert distance(results["float64", "eager"], results["float64", "sdpa"]) < 1e-14
     for attention in ("sdpa", "eager"):
         assert 1e-9 < distance(results["float32", attention], results["float64", "sdpa"]) < 3e-6
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_equals_the_whole_model_built_in_bfloat16_and_keeps_frequencies_in_float32(folders, name: str) -> None:
+    import torch
+
+    from jaxvit.reference import Reference
+
+    folder, whole = folders[name]
+    reference = Reference.load(folder, dtype="bfloat16")
+    floats = {n: b.dtype for n, b in reference.model.named_buffers() if b.is_floating_point()}
+    assert set(floats.values()) <= {torch.float32}
+    assert name == "lfm2_vl" or any("inv_freq" in buffer for buffer in floats)
+    inputs = reference.process(MEDIA[name][0])
+    small = (
+        type(whole)
+        .from_pretrained(
+            None, config=whole.config, state_dict=whole.state_dict(), dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
+        .eval()
+    )
+    expected = features(small, {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()})
+    np.testing.assert_array_equal(reference.encode_inputs(inputs), expected)
+
+
+@pytest.mark.parametrize("layout", ["native", "resaved"])
+def test_kimi_layouts_of_transformers_give_the_same_embeddings(folders, layout: str, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    from jaxvit.reference import Reference
+    from jaxvit.reference.loading import quiet
+
+    folder, whole = folders["kimi_k25"]
+    with quiet():
+        whole.save_pretrained(tmp_path, save_original_format=layout == "resaved")
+    with safe_open(tmp_path / "model.safetensors", "np") as file:
+        names = set(file.keys())
+    assert ("model.vision_tower.layers.0.attn.q_proj.weight" in names) == (layout == "native")
+    assert ("vision_tower.encoder.patch_embed.proj.weight" in names) == (layout == "resaved")
+    inputs = Reference.load(folder).process(MEDIA["kimi_k25"][0])
+    # config.json of the re-save spells the tower's fields as transformers does
+    ours = Reference.load(tmp_path).encode_inputs(inputs)
+    np.testing.assert_array_equal(ours, Reference.load(folder).encode_inputs(inputs))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_taps_are_in_our_order_down_to_the_last(folders, name: str) -> None:
+    import torch
+
+    from jaxvit.reference import Reference
+
+    reference = Reference.load(folders[name][0], dtype="float64")
+    item = item_of(reference, reference.process(MEDIA[name][-1]))
+    taps = reference.taps(item)
+    assert len(taps) == len(item.pieces)
+    last = "merger" if name == "qwen2_5_vl" else "projector"
+    deepest = "final_norm" if name != "qwen2_5_vl" else "blocks.2"
+    for piece, tap in zip(item.pieces, taps, strict=True):
+        assert list(tap)[:3] == ["patch_embed", "blocks.0", "blocks.1"]
+        assert list(tap)[-1] == last
+        assert tap["patch_embed"].shape == tap["blocks.0"].shape == (piece.rows, tap["patch_embed"].shape[1])
+        # In our order the patches of a token are neighbours, so merging is a plain reshape.
+        rows = torch.from_numpy(tap[deepest]).reshape(piece.grid[0], -1, tap[deepest].shape[1])
+        with reference._evaluating():
+            if name == "qwen2_5_vl":
+                tokens = reference.model.merger(rows[0])
+            elif name == "kimi_k25":
+                tokens = reference.model.mm_projector(rows.mean(0).reshape(-1, 4, rows.shape[-1])).flatten(0, -2)
+            else:
+                tokens = reference.model.multi_modal_projector
+                tokens = tokens.linear_2(tokens.act(tokens.linear_1(tokens.layer_norm(rows.reshape(piece.tokens, -1)))))
+        assert distance(tap[last], tokens.numpy()) < 1e-14
+
+
+def test_embeddings_follow_the_first_tap_of_our_order(folders) -> None:
+    from jaxvit.reference import Reference
+
+    reference = Reference.load(folders["qwen2_5_vl"][0], dtype="float64")
+    item = item_of(reference, reference.process(picture(140, 140)))
+    tap = reference.taps(item)[0]["patch_embed"]
+    values = reference.table[item.patches, np.repeat(np.arange(3), 196)].astype(np.float64)
+    weight = reference.model.patch_embed.proj.weight.numpy().sum(axis=2).reshape(32, -1)
+    assert distance(tap, values @ weight.T) < 1e-14
+
+
+def test_processing_settings_come_from_the_files_that_transformers_ignores(folders, tmp_path: Path) -> None:
+    from jaxvit.reference import Reference
+
+    files = copied(folders["lfm2_vl"][0], tmp_path)
+    (tmp_path / "processor_config.json").write_text(
+        json.dumps({"max_pixels_tolerance": 1.5, "use_thumbnail": False, "min_tiles": 2, "max_tiles": 10})
+    )
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"resample": 3, "do_resize": False}))
+    (tmp_path / "config.json").write_text(json.dumps(files["config.json"] | {"use_thumbnail": True, "tile_size": 256}))
+    own = Reference.load(tmp_path).image_processor
+    assert (own.max_pixels_tolerance, own.use_thumbnail, int(own.resample), own.tile_size) == (1.5, False, 3, 256)
+    assert Reference.load(tmp_path, settings_overrides={"resample": 2}).image_processor.resample == 2
+
+
+def test_an_override_of_pictures_leaves_clips_alone(folders) -> None:
+    from jaxvit.reference import Reference
+
+    folder = folders["qwen2_5_vl"][0]
+    small = Reference.load(folder, settings_overrides={"max_pixels": 28 * 28 * 4, "video_max_pixels": 28 * 28 * 9})
+    assert reference_tokens(small, picture(280, 280)) == 4
+    assert reference_tokens(small, clip(2, 280, 280)) == 9
+    sized = {"size": {"shortest_edge": 3136, "longest_edge": 28 * 28 * 16}}
+    assert reference_tokens(Reference.load(folder, settings_overrides=sized), picture(280, 280)) == 16
+    assert reference_tokens(Reference.load(folder, settings_overrides=sized), clip(2, 280, 280)) == 100
+
+
+def test_a_limit_of_patches_a_chunk_is_divided_by_its_frames(folders) -> None:
+    from jaxvit.reference import Reference
+
+    reference = Reference.load(folders["kimi_k25"][0], settings_overrides={"in_patch_limit_video": 400})
+    grids = [tuple(grid) for grid in reference.process(clip(6, 280, 280))["video_grid_thw"].tolist()]
+    # 100 patches a frame in a chunk of 4, 200 in one of 2: 280 * sqrt(limit / 400) = 140 and 197 pixels, padded
+    assert grids == [(4, 10, 10), (2, 16, 16)]
+
+
+def test_a_dropped_last_layer_is_left_out_of_the_tower(folders, tmp_path: Path) -> None:
+    from jaxvit.reference import Reference
+
+    files = copied(folders["lfm2_vl"][0], tmp_path)
+    full = Reference.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(files["config.json"] | {"vision_feature_layer": -2}))
+    short = Reference.load(tmp_path)
+    item = item_of(full, full.process(MEDIA["lfm2_vl"][0]))
+    taps, all_taps = short.taps(item)[0], full.taps(item)[0]
+    assert "blocks.1" not in taps
+    np.testing.assert_array_equal(taps["blocks.0"], all_taps["blocks.0"])
+    assert distance(taps["projector"], all_taps["projector"]) > 1e-3
+
+
+def test_a_missing_tensor_is_named(folders, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from jaxvit.reference import Reference
+
+    folder = folders["qwen2_5_vl"][0]
+    for path in folder.glob("*config.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(folder / "model-2.safetensors")
+    del tensors["visual.merger.ln_q.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"merger\.ln_q\.weight: missing"):
+        Reference.load(tmp_path)
+
+
+def test_without_torch_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import sys
+
+    from jaxvit.reference import Reference
+
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(DependencyError, match=r"torch: pip install 'jaxvit\[compare\]'"):
+        Reference.load(tmp_path)
+
+
+def test_the_shard_of_the_language_model_may_be_absent(folders, tmp_path: Path) -> None:
+    from jaxvit.reference import Reference
+
+    folder = folders["kimi_k25"][0]
+    copied(folder, tmp_path)
+    (tmp_path / "model-1.safetensors").unlink()
+    inputs = Reference.load(folder).process(MEDIA["kimi_k25"][0])
+    np.testing.assert_array_equal(
+        Reference.load(tmp_path).encode_inputs(inputs), Reference.load(folder).encode_inputs(inputs)
+    )
+    (tmp_path / "model-2.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="model-2"):
+        Reference.load(tmp_path)
+
+
+def copied(folder: Path, to: Path) -> dict[str, Any]:
+    """Copies a folder's files; returns its parsed JSON."""
+    for path in folder.iterdir():
+        if path.is_file():
+            (to / path.name).write_bytes(path.read_bytes())
+    return {path.name: json.loads(path.read_text()) for path in to.glob("*config.json")}
+
+
+def reference_tokens(reference: Any, medium: Any) -> int:
+    return len(reference.encode_inputs(reference.process(medium)))

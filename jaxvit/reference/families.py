@@ -61,11 +61,18 @@ class Qwen25VL(Reference):
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
         from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
-        self.image_processor = from_folder(Qwen2VLImageProcessor, folder, files, overrides)
-        self.video_processor = from_folder(Qwen2VLVideoProcessor, folder, files, overrides)
+        # The video processor falls back to preprocessor_config.json, and a keyword of pictures does not reach it.
+        frames = {name.removeprefix("video_"): value for name, value in overrides.items() if name.startswith("video_")}
+        images = {name: value for name, value in overrides.items() if name in ("min_pixels", "max_pixels", "size")}
+        if "size" in images:
+            images = {"min_pixels": None, "max_pixels": None} | images  # else those of the file beat the keyword
+        published = {"min_pixels": 3136, "max_pixels": 12845056}
+        self.image_processor = from_folder(Qwen2VLImageProcessor, folder, files, images, published)
+        self.video_processor = from_folder(Qwen2VLVideoProcessor, folder, files, frames, published)
 
     def _process_frames(self, frames: Any, **options: Any) -> Mapping[str, Any]:
-        return self.video_processor(videos=[frames], cap_pixels_per_frame=False, **options)
+        capped = bool(self.video_processor.cap_pixels_per_frame)  # None would only add a warning
+        return self.video_processor(videos=[frames], cap_pixels_per_frame=capped, **options)
 
     def _forward(self, values: Any, grid: Grid) -> Any:
         grids = need_torch().tensor([grid])
@@ -123,8 +130,8 @@ class KimiK25(Reference):
 
         hub = files.get("preprocessor_config.json", {}).get("media_proc_cfg")
         if hub is None:
-            self.image_processor = from_folder(Kimi_K25ImageProcessor, folder, files, overrides)
-            self.video_processor = from_folder(Kimi_K25VideoProcessor, folder, files, overrides)
+            self.image_processor = from_folder(Kimi_K25ImageProcessor, folder, files, overrides, {})
+            self.video_processor = from_folder(Kimi_K25VideoProcessor, folder, files, overrides, {})
             self.video_limit = None
             return
         # transformers does not read the hub's form of this file, so its processors are given what the file says.

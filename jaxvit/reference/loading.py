@@ -115,7 +115,13 @@ def known(raw: Mapping[str, Any], config: type) -> dict[str, Any]:
     return {name: value for name, value in raw.items() if name in names - {"dtype", "model_type", "torch_dtype"}}
 
 
-def from_folder(cls: Any, folder: Path, files: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-    """A processor as transformers reads it from the folder; its own defaults where no file says anything."""
-    names = {"processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"}
-    return cls.from_pretrained(folder, **overrides) if names & set(files) else cls(**overrides)
+def from_folder(
+    cls: Any, folder: Path, files: Mapping[str, Any], overrides: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> Any:
+    """A processor as transformers reads it from the folder, or with these defaults where no file speaks of it."""
+    video = "VideoProcessor" in cls.__name__
+    said = "preprocessor_config.json" in files or (video and "video_preprocessor_config.json" in files)
+    nested = files.get("processor_config.json", {})
+    if said or nested.get("video_processor" if video else "image_processor"):
+        return cls.from_pretrained(folder, **overrides)
+    return cls(**{**defaults, **overrides})
