@@ -26,6 +26,13 @@ def transpose(array: np.ndarray) -> np.ndarray:
     return array.T
 
 
+def convolution(array: np.ndarray) -> np.ndarray:
+    """The weight [out, C, side, side] of a convolution that cuts patches as a kernel [C * side * side, out]."""
+    if array.ndim != 4 or array.shape[2] != array.shape[3]:
+        raise ValueError("a square convolution, [out, channels, side, side], is wanted")
+    return array.reshape(array.shape[0], -1).T
+
+
 @dataclass(frozen=True)
 class Key:
     r"""One kind of tensor.

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxvit.weights.keys import Key, KeyTable, transpose
+from jaxvit.weights.keys import Key, KeyTable, convolution, transpose
 
 
 def test_a_key_turns_a_name_into_a_parameter_path_and_back():
@@ -41,3 +41,12 @@ def test_transpose_gives_a_kernel_of_inputs_by_outputs_and_takes_matrices_only()
     for shape in ((24,), (6, 4, 1), (6, 2, 2)):
         with pytest.raises(ValueError, match="matrix"):
             transpose(weight.reshape(shape))
+
+
+def test_convolution_flattens_channels_then_rows_then_columns():
+    weight = np.arange(6 * 3 * 2 * 2).reshape(6, 3, 2, 2)
+    patch = np.arange(12).reshape(3, 2, 2)
+    np.testing.assert_array_equal(patch.reshape(-1) @ convolution(weight), (weight * patch).sum((1, 2, 3)))
+    for shape in ((6, 12), (6, 2, 2, 3), (6, 3, 1, 2, 2)):
+        with pytest.raises(ValueError, match="convolution"):
+            convolution(weight.reshape(shape))
