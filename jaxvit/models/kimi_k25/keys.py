@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from jaxvit.weights.keys import Key, KeyTable, as_is, transpose
+from jaxvit.weights.keys import Key, KeyTable, as_is, convolution, transpose
 
 SPELLINGS = (
     {"vision_tower.": "hub.", "mm_projector.": "hub.projector."},
@@ -73,8 +73,9 @@ def _module(
 ) -> list[Key]:
     if "norm" in target:
         return [Key(rf"{source}\.weight", f"{target}.scale"), Key(rf"{source}\.bias", f"{target}.bias")]
+    kernel = convolution if target == "patch_embed" else transpose
     return [
-        Key(rf"{source}\.weight", f"{target}.kernel", lambda weight: transpose(rows(weight)), part),
+        Key(rf"{source}\.weight", f"{target}.kernel", lambda weight: kernel(rows(weight)), part),
         Key(rf"{source}\.bias", f"{target}.bias", rows, part),
     ]
 
