@@ -43,6 +43,7 @@ import PIL.ImageOps
 
 from jaxvit.errors import DependencyError, MediaError
 from jaxvit.models.family import Item
+from jaxvit.models.pixels import uniform
 
 Sampler = Callable[[int, float, float | None], Sequence[int]]
 """(frames of the file, its frames a second, wanted frames a second or None) -> the frames to take."""
@@ -160,12 +161,6 @@ def picture(medium: Any) -> np.ndarray:
         f"{_kind(medium)} is no picture: pass a path, bytes, a binary file, a PIL image, a uint8 array [h, w, 3], "
         "jaxvit.Image or jaxvit.Video"
     )
-
-
-def uniform(total: int, native: float, fps: float | None) -> Sequence[int]:
-    """Frames spread evenly over the file, ``fps`` (2 if None) a second: at least one, at most all of them."""
-    count = min(max(1, int(total / native * (2.0 if fps is None else fps))), total)
-    return [place * total // count for place in range(count)]
 
 
 # Pictures ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the families' processing shares: the normalisation table and its inverse, and reading of settings."""
+"""What the families' processing shares: normalisation and its inverse, cutting, sampling, reading of settings."""
 
 from __future__ import annotations
 
@@ -63,6 +63,29 @@ def grids_of(inputs: Mapping[str, Any], name: str, rows: int, merge: int) -> lis
     return grids
 
 
+def whole_pieces(name: str, counts: Any, pieces: int) -> list[int]:
+    """How many pieces each item has, checked against those that there are."""
+    found = [int(one) for one in host(counts, np.int64).reshape(-1)]
+    if sum(found) != pieces or min(found, default=1) < 1:
+        raise MediaError(f"{name} is {found}, and there are {pieces} pieces: give each item's number, at least 1")
+    return found
+
+
+def cells(
+    planes: UInt8[np.ndarray, "3 height width"], merge: int, side: int
+) -> UInt8[np.ndarray, "cells merge*merge values"]:
+    """Patches of side x side pixels, merge x merge of them a merged cell, cells row-major; values (channel, y, x)."""
+    rows, columns = planes.shape[1] // (merge * side), planes.shape[2] // (merge * side)
+    split = planes.reshape(3, rows, merge, side, columns, merge, side).transpose(1, 4, 2, 5, 0, 3, 6)
+    return split.reshape(rows * columns, merge**2, 3 * side**2)
+
+
+def uniform(total: int, native: float, fps: float | None) -> Sequence[int]:
+    """Frames spread evenly over the file, ``fps`` (2 if None) a second: at least one, at most all of them."""
+    count = min(max(1, int(total / native * (2.0 if fps is None else fps))), total)
+    return [place * total // count for place in range(count)]
+
+
 # Settings ------------------------------------------------------------------------------------------------------------
 
 
@@ -102,3 +125,9 @@ def positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise CheckpointError(f"{name} must be a positive integer, got {value!r}")
     return int(value)
+
+
+def field(raw: Mapping[str, Any], name: str, default: int) -> int:
+    """A positive integer of a settings file; null counts as absent."""
+    value = raw.get(name)
+    return default if value is None else positive(name, value)

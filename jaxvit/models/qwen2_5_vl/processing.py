@@ -295,14 +295,13 @@ def _resized(picture: np.ndarray, limits: Limits, settings: Settings) -> np.ndar
 
 def cut(planes: UInt8[np.ndarray, "3 height width"], settings: Settings) -> UInt8[np.ndarray, "rows values"]:
     """Patches of one frame, four a merged cell, cells in window order."""
-    merge, side = settings.merge_size, settings.patch_size
     rows, columns = planes.shape[1] // settings.factor, planes.shape[2] // settings.factor
-    cells = planes.reshape(3, rows, merge, side, columns, merge, side).transpose(1, 4, 2, 5, 0, 3, 6)
-    return in_window_order(cells.reshape(rows * columns, -1), rows, columns, settings).reshape(-1, 3 * side**2)
+    cells = pixels.cells(planes, settings.merge_size, settings.patch_size)
+    return in_window_order(cells, rows, columns, settings).reshape(-1, settings.frame_values)
 
 
 def in_window_order(cells: np.ndarray, rows: int, columns: int, settings: Settings) -> np.ndarray:
-    """Row-major merged cells [cells, values] of one frame, brought into window order."""
+    """Row-major merged cells [cells, ...] of one frame, brought into window order."""
     merge = settings.merge_size
     return cells[windows(rows * merge, columns * merge, merge, settings.window).order]
 
