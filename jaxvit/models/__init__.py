@@ -7,9 +7,14 @@ from typing import Any
 
 from jaxvit.errors import CheckpointError
 from jaxvit.models.family import Family
+from jaxvit.models.kimi_k25 import KimiK25
+from jaxvit.models.lfm2_vl import Lfm2VL
 from jaxvit.models.qwen2_5_vl import Qwen25VL
 
 REGISTRY: dict[str, type[Family]] = {
+    "kimi_k25": KimiK25,
+    "lfm2-vl": Lfm2VL,
+    "lfm2_vl": Lfm2VL,
     "qwen2_5_vl": Qwen25VL,
 }
 """``model_type``, all its spellings -> family."""

@@ -112,9 +112,13 @@ class Config:
         vision.require("hidden_act", tuple(ACTIVATIONS), value=config.hidden_act)
         vision.require("projector_hidden_act", tuple(ACTIVATIONS), value=config.projector_hidden_act)
         vision.require("merge_kernel_size", (2,), value=config.merge_kernel_size)
-        for options, name in ((vision, "mm_hidden_size"), (vision, "qkv_hidden_size"), (root, "projection_hidden_size")):
-            if options.raw.get(name) is not None:
-                options.require(name, (config.hidden_size,))
+        for name, value in (
+            ("mm_hidden_size", vision.raw.get("mm_hidden_size")),
+            ("qkv_hidden_size", vision.raw.get("qkv_hidden_size")),
+            ("projection_hidden_size of the root", root.raw.get("projection_hidden_size")),
+        ):
+            if value is not None:
+                vision.require(name, (config.hidden_size,), value=value)
         vision.divides("num_attention_heads", config.num_attention_heads, "hidden_size", config.hidden_size)
         vision.divides("4", 4, "the head dim", config.head_dim)
         return config

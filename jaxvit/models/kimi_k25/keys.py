@@ -1,8 +1,8 @@
 """Names of the checkpoint's tensors -> parameters of ``module.py``, from the hub's layout and from transformers' own.
 
-The hub has q, k and v in one ``wqkv`` whose rows are ordered for a rotation of neighbours, (0, 1), (2, 3), ..; transformers
-has them apart, rows of q and k ordered for the rotation of halves, (0, d/2), (1, d/2 + 1), .., which is canonical here.
-What transformers re-saves "in the original format" is the hub's layout with two prefixes changed.
+The hub has q, k and v in one ``wqkv`` whose rows are ordered for a rotation of neighbours, (0, 1), (2, 3), ..;
+transformers has them apart, rows of q and k ordered for the rotation of halves, (0, d/2), (1, d/2 + 1), .., which is
+canonical here. What transformers re-saves "in the original format" is the hub's layout with two prefixes changed.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@
 | mean_weight | -                | 1 / t for each of the t frames, 0 beyond                            | zeros         |
 | full/*      | cu_seqlens       | attention segments: images and chunks, all their frames in one      | the backend's |
 
-vLLM has no buffers for chunks of several frames and runs them outside its graphs; here their mean over time is a weighted
-gather, and pieces of any number of frames share a bucket. A slot of weight 0 names the token's own first cell, so that
-nothing of another piece can reach it, not even a NaN.
+vLLM has no buffers for chunks of several frames and runs them outside its graphs; here their mean over time is a
+weighted gather, and pieces of any number of frames share a bucket. A slot of weight 0 names the token's own first cell,
+so that nothing of another piece can reach it, not even a NaN.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def places(height: int, width: int, config: Config) -> Places:
 
 
 def cells(height: int, width: int, merge: int) -> np.ndarray:
-    """For each row of a frame, its patch's number in row-major order: int64 [patches], cell by cell, (kh, kw) inside."""
+    """For each row of a frame, its patch's number in row-major order: int64 [patches]."""
     numbers = np.arange(height * width).reshape(height // merge, merge, width // merge, merge)
     return numbers.swapaxes(1, 2).reshape(-1)
 
@@ -100,13 +100,13 @@ def layout(config: Config, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
 
 
 def frame_rows(piece: Piece) -> np.ndarray:
-    """Row of the time table for each patch: int32 [rows]. A piece of one frame has no term of time, not that of frame 0."""
+    """Row of the time table for each patch: int32 [rows]. One frame alone has no term of time, not that of frame 0."""
     frames, height, width = piece.grid
     return np.repeat(np.arange(frames, dtype=np.int32) + np.int32(frames > 1), height * width)
 
 
 def mean(piece: Piece, start: int, config: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Cells and weights of the mean over a piece's frames, its first cell being ``start``: [tokens, pos_emb_time] each."""
+    """Cells and weights of the mean over a piece's frames, ``start`` being its first cell: [tokens, pos_emb_time]."""
     frames, slots = piece.grid[0], np.arange(config.pos_emb_time)
     used = slots < frames
     index = start + np.arange(piece.tokens)[:, None] + np.where(used, slots, 0) * piece.tokens

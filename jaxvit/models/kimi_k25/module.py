@@ -102,7 +102,7 @@ class VisionTower(nnx.Module):
 
 
 def time_table(frames: int, hidden: int) -> Float32[Array, "rows hidden"]:
-    """Row 0 is zero, for pieces of one frame; row f + 1 is [sin(f * w_i).., cos(f * w_i)..], w_i = 10000^(-2i / hidden)."""
+    """Row 0 is zero, for pieces of one frame; row f + 1 is [sin(f w_i).., cos(f w_i)..], w_i = 10000^(-2i / hidden)."""
     angles = np.arange(frames)[:, None] * 10000.0 ** (-np.arange(0, hidden, 2) / hidden)
     rows = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
     return jnp.asarray(np.concatenate([np.zeros((1, hidden)), rows]), jnp.float32)

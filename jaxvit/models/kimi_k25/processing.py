@@ -137,18 +137,19 @@ class Settings:
 
     def budget_range(self) -> tuple[int, int]:
         """Tokens of the smallest and of the largest piece: a picture, or a chunk of a clip."""
-        frames = [most_tokens(self.chunk_limits(count), self.patch_size, self.merge_size) for count in self._chunks]
+        frames = [most_tokens(self.chunk_limits(count), self.patch_size, self.merge_size) for count in self.chunks]
         return 1, max(most_tokens(self.image, self.patch_size, self.merge_size), *frames)
 
     def largest_patches(self) -> int:
         """Patches of the largest piece, which is a chunk of frames and not the piece of the most tokens."""
         frames = [
-            count * most_tokens(self.chunk_limits(count), self.patch_size, self.merge_size) for count in self._chunks
+            count * most_tokens(self.chunk_limits(count), self.patch_size, self.merge_size) for count in self.chunks
         ]
         return self.merge_size**2 * max(most_tokens(self.image, self.patch_size, self.merge_size), *frames)
 
     @property
-    def _chunks(self) -> range:
+    def chunks(self) -> range:
+        """The numbers of frames that a chunk may have."""
         return range(1, self.chunk + 1)
 
     def sample_frames(self, total: int, native: float, fps: float | None) -> Sequence[int]:

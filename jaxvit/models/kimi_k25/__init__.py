@@ -1,0 +1,119 @@
+"""Kimi-K2.5 and K2.6 (MoonViT3d): images, and videos in chunks of up to four frames."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from jaxvit.errors import CheckpointError
+from jaxvit.models.family import Bucket, Buffer, Demand, Family, Grid, Item, Piece, rectangles
+from jaxvit.models.kimi_k25 import keys, layout, processing
+from jaxvit.models.kimi_k25.config import Config
+from jaxvit.models.kimi_k25.module import VisionTower
+from jaxvit.weights.keys import KeyTable
+
+
+@dataclass(frozen=True)
+class KimiK25(Family):
+    """See :class:`jaxvit.models.family.Family`."""
+
+    name: ClassVar[str] = "kimi_k25"
+
+    config: Config
+    settings: processing.Settings
+
+    @classmethod
+    def from_files(cls, files: Mapping[str, Mapping[str, Any]], overrides: Mapping[str, Any] | None = None) -> KimiK25:
+        config, settings = Config.from_files(files), processing.Settings.from_files(files, overrides)
+        for name, asked, there in (
+            ("patch_size", settings.patch_size, config.patch_size),
+            ("merge_kernel_size", settings.merge_size, config.merge_kernel_size),
+        ):
+            if asked != there:
+                raise CheckpointError(f"{name} is {asked} in the processor's settings, {there} in config.json")
+        if settings.chunk > config.pos_emb_time:
+            raise CheckpointError(
+                f"the processor's settings make chunks of {settings.chunk} frames, and the tower of config.json has "
+                f"positions for {config.pos_emb_time}"
+            )
+        return cls(config, settings)
+
+    @property
+    def merge(self) -> int:
+        return self.config.merge_kernel_size
+
+    @property
+    def width(self) -> int:
+        return self.config.text_hidden_size
+
+    @property
+    def table(self) -> np.ndarray:
+        return self.settings.table
+
+    @property
+    def channels(self) -> np.ndarray:
+        return self.settings.channels
+
+    @property
+    def keys(self) -> KeyTable:
+        return keys.table(self.config.num_attention_heads)
+
+    def budget_range(self) -> tuple[int, int]:
+        return self.settings.budget_range()
+
+    def largest(self) -> Demand:
+        """A chunk of t frames has t times the patches of an image of as many tokens."""
+        return Demand(self.settings.largest_patches(), self.budget_range()[1], 1, 0)
+
+    def prepare(self, picture: np.ndarray) -> Item:
+        return processing.prepare(picture, self.settings)
+
+    def prepare_video(self, frames: Sequence[np.ndarray], fps: float | None, timestamps: Any, prune: float) -> Item:
+        return processing.prepare_video(frames, self.settings, fps, timestamps, prune)
+
+    def sample_frames(self, total: int, native: float, fps: float | None) -> list[int]:
+        return self.settings.sample_frames(total, native, fps)
+
+    def items(self, inputs: Mapping[str, Any], pieces_per_item: Sequence[int] | None = None) -> list[Item]:
+        return processing.items(inputs, self.settings, pieces_per_item)
+
+    def buffers(self, bucket: Bucket, pixels: Literal["uint8", "float32"]) -> tuple[Buffer, ...]:
+        return layout.buffers(self.config, bucket, pixels)
+
+    def layout(self, pieces: Sequence[Piece], bucket: Bucket) -> dict[str, np.ndarray]:
+        return layout.layout(self.config, pieces)
+
+    def lengths(self, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
+        return layout.lengths(pieces)
+
+    def example(self, bucket: Bucket) -> list[Piece]:
+        """Images; where the bucket has more patches than its tokens' first frames take, chunks of frames."""
+        generator = np.random.default_rng(0)
+        cell, tokens = self.config.cell, min(bucket.tokens, bucket.patches // self.config.cell)
+        largest = self._most_tokens(1) if bucket.patches > cell * tokens else self.budget_range()[1]
+        shapes = rectangles(tokens, 1, largest, self.settings.image.side // self.merge)[: bucket.segments]
+        spare = bucket.patches // cell - sum(rows * columns for rows, columns in shapes)
+        pieces = []
+        for rows, columns in shapes:
+            area = rows * columns
+            fits = (t for t in self.settings.chunks if area <= self._most_tokens(t) and (t - 1) * area <= spare)
+            frames = max(fits, default=1)
+            spare -= (frames - 1) * area
+            pieces.append(self._example((frames, rows * self.merge, columns * self.merge), generator))
+        return pieces
+
+    def _most_tokens(self, frames: int) -> int:
+        """Tokens of the largest chunk of so many frames."""
+        limits = self.settings.chunk_limits(frames)
+        return processing.most_tokens(limits, self.config.patch_size, self.merge)
+
+    def _example(self, grid: Grid, generator: np.random.Generator) -> Piece:
+        frames, height, width = grid
+        patches = generator.integers(0, 256, (frames * height * width, self.config.patch_values), dtype=np.uint8)
+        return Piece(grid, patches, height * width // self.config.cell)
+
+    def module(self) -> VisionTower:
+        return VisionTower(self.config)
