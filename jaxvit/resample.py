@@ -20,10 +20,17 @@ SUPPORT: dict[str, float] = {"bilinear": 1.0, "bicubic": 2.0}
 """Half width of each kernel, in pixels of the coarser of the two grids."""
 
 BLOCK = 32
-"""Outputs a product: few enough that the band is dense, many enough for BLAS."""
+"""Outputs of a band at most: few enough that the band is dense, many enough for BLAS."""
+
+WINDOW = 64
+"""Inputs under the outputs of a band, about."""
 
 CHUNK = 32
 """Rows that are resized together: their float copies stay in the processor's cache."""
+
+PRODUCT = 1 << 18
+"""Multiplications of one product at most. OpenBLAS wakes its threads beyond it, which costs more than it brings, and
+many times more on a busy machine."""
 
 
 class Band(NamedTuple):
@@ -85,8 +92,9 @@ def axis_table(n_in: int, n_out: int, kernel: Kernel) -> Axis:
     dtype = np.float32 if exact else np.float64
     bands = []
     taps = weights.shape[1]
-    for start in range(0, n_out, BLOCK):
-        stop = min(start + BLOCK, n_out)
+    block = max(4, min(BLOCK, WINDOW * n_out // n_in))
+    for start in range(0, n_out, block):
+        stop = min(start + block, n_out)
         first = int(low[start])
         dense = np.zeros((stop - start, int(low[stop - 1]) - first + taps), dtype)
         columns = (low[start:stop] - first)[:, None] + np.arange(taps)
@@ -135,8 +143,11 @@ def resize(
             target[...] = planes[:, start:stop] if across is None else across_rows(planes, start, stop, across)
         have_low, have_high = band.low, band.high
         part = sums[: band.stop - band.start]
+        step = max(PRODUCT // band.weights.size, 1)
         for channel in range(channels):
-            np.matmul(band.weights, rows[channel, : band.high - band.low], out=part)
+            for left in range(0, width, step):
+                columns = slice(left, left + step)
+                np.matmul(band.weights, rows[channel, : band.high - band.low, columns], out=part[:, columns])
             out[channel, band.start : band.stop] = rounded(part)
     return out
 
@@ -147,5 +158,8 @@ def across_rows(planes: np.ndarray, start: int, stop: int, axis: Axis) -> np.nda
     chunk = planes[:, start:stop].astype(axis.dtype, order="C").reshape(-1, n_in)
     sums = np.empty((len(chunk), axis.bands[-1].stop), axis.dtype)
     for band in axis.bands:
-        np.matmul(chunk[:, band.low : band.high], band.weights.T, out=sums[:, band.start : band.stop])
+        step = max(PRODUCT // band.weights.size, 1)
+        for top in range(0, len(chunk), step):
+            part = chunk[top : top + step, band.low : band.high]
+            np.matmul(part, band.weights.T, out=sums[top : top + step, band.start : band.stop])
     return np.floor(rounded(sums), out=sums).reshape(channels, stop - start, -1)
