@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from math import ceil, inf, log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,8 +45,8 @@ class Rule:
 
     Attributes:
         first: smallest budget, in tokens.
-        step: every budget is a multiple of it.
-        per_doubling: rungs from a budget to its double, where ``step`` allows that many.
+        step: budgets above it are its multiples.
+        per_doubling: rungs from a budget to its double; fewer where the constant of a call outweighs its patches.
         reach: the largest budget is at least this, so that small pieces share a call.
         call, patch, square: see :class:`Cost`; only their ratios decide a plan. The values are those of the blocks of a
             27 x 1152 tower in bf16 on one H200: 1.75 ms at 1 x 256 patches, 8.8 at 4 x 1024, 33.4 at 16 x 1024, 55.2 at
@@ -53,7 +54,7 @@ class Rule:
     """
 
     first: int = 64
-    step: int = 64
+    step: int = 16
     per_doubling: int = 4
     reach: int = 4096
     call: float = 1.2
@@ -140,21 +141,26 @@ def default_ladder(family: Family, platform: str, max_pieces: int | None = None)
     """The ladder that the family's rule makes for a platform. Its last bucket holds the family's largest piece."""
     rule = rule_of(family, platform)
     smallest, _ = family.budget_range()
-    largest = family.largest()
-    needed = max(largest.tokens, -(-largest.patches // family.merge**2))
-    budgets = [budget for budget in rungs(rule, max(needed, rule.reach)) if budget >= smallest]
+    budgets = [budget for budget in rungs(rule, family.largest(), family.merge**2) if budget >= smallest]
     buckets = tuple(_complete(family, {"tokens": budget}, max_pieces, BLOCK) for budget in budgets)
     return Ladder(buckets, f"default of {family.name} for {platform}", rule.cost)
 
 
-def rungs(rule: Rule, largest: int) -> list[int]:
-    """Budgets from ``rule.first`` up to the first multiple of ``rule.step`` that is at least ``largest``."""
-    top = _up(largest, rule.step)
-    budgets = [_up(rule.first, rule.step)]
-    while budgets[-1] < top:
-        octave = rule.first * 2 ** ((budgets[-1] // rule.first).bit_length() - 1)
-        budgets.append(min(_up(budgets[-1] + octave // rule.per_doubling, rule.step), top))
-    return budgets
+def rungs(rule: Rule, largest: Demand, cells: int) -> list[int]:
+    """Budgets in output tokens, ascending: each octave above ``rule.first`` in equal ratios of about equal cost.
+
+    Two budgets are there in any case: the top, which holds the largest piece, and that piece's tokens, since pictures
+    above a size limit all come out close to it.
+    """
+    top = _multiple(max(largest.tokens, -(-largest.patches // cells), rule.reach), rule.step)
+    spare = rule.call / (rule.patch * cells)
+    budgets = {rule.first, _multiple(largest.tokens, rule.step), top}
+    low = rule.first
+    while low < top:
+        count = ceil(rule.per_doubling * log2((2 * low + spare) / (low + spare)))
+        budgets |= {_multiple(ceil(low * 2 ** (number / count)), rule.step) for number in range(1, count + 1)}
+        low *= 2
+    return sorted(budget for budget in budgets if budget <= top)
 
 
 def from_budgets(
@@ -349,6 +355,11 @@ def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def _multiple(value: int, step: int) -> int:
+    """Rounded up to a multiple of the step; up to one step, to one of 16."""
+    return _up(value, step if value > step else min(step, 16))
+
+
 def _whole(value: Any, name: str) -> int:
     """A positive integer; True is none."""
     try:
@@ -361,7 +372,7 @@ def _whole(value: Any, name: str) -> int:
 
 
 def _milliseconds(value: Any, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
         raise LadderError(f"{name}: {value!r} is not a finite number of milliseconds, 0 or more")
 
 
