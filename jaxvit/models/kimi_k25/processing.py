@@ -24,7 +24,6 @@ from jaxtyping import Float32, UInt8
 from jaxvit.errors import CheckpointError, MediaError
 from jaxvit.models import pixels
 from jaxvit.models.family import Item, Piece
-from jaxvit.models.kimi_k25.config import Config
 from jaxvit.resample import Kernel, resize
 
 HALF = (0.5, 0.5, 0.5)
@@ -90,14 +89,9 @@ class Settings:
         colours = pixels.colours_of(image, HALF, HALF)
         if pixels.colours_of(video, HALF, HALF) != colours:
             raise CheckpointError("image_mean, image_std or rescale_factor of pictures and of videos differ")
-        config = Config.from_files(files)
-        chunk = pixels.field(video, "temporal_patch_size", 4)
-        if chunk > config.pos_emb_time:
-            raise CheckpointError(f"chunks of {chunk} frames, and the tower has {config.pos_emb_time} times")
-        for raw in (image, video):
-            for name, ours in (("patch_size", config.patch_size), ("merge_size", config.merge_kernel_size)):
-                if pixels.field(raw, name, ours) != ours:
-                    raise CheckpointError(f"{name} is {raw[name]} in the processor's settings, {ours} in config.json")
+        sizes = [[pixels.field(raw, name, default) for name, default in _SIZES] for raw in (image, video)]
+        if sizes[0] != sizes[1]:
+            raise CheckpointError(f"patch_size and merge_size of pictures and of videos differ: {sizes[0]}, {sizes[1]}")
         fps = overrides.get("fps") or video.get("fps") or 2.0
         if not isinstance(fps, (int, float)) or not 0 < fps < math.inf:
             raise CheckpointError(f"fps is {fps!r}: give frames a second, more than 0")
@@ -106,10 +100,9 @@ class Settings:
             _limits(image, overrides.get("max_patches"), 16384),
             _limits(video, overrides.get("video_max_patches"), 4096),
             None if total is None else pixels.positive("in_patch_limit_video", total),
-            chunk,
+            pixels.field(video, "temporal_patch_size", 4),
             float(fps),
-            config.patch_size,
-            config.merge_kernel_size,
+            *sizes[0],
             *colours,
         )
 
@@ -155,6 +148,9 @@ class Settings:
     def sample_frames(self, total: int, native: float, fps: float | None) -> Sequence[int]:
         """Which frames of a file are taken: spread evenly, ``fps`` a second."""
         return pixels.uniform(total, native, fps or self.fps)
+
+
+_SIZES = (("patch_size", 14), ("merge_size", 2))
 
 
 def _from_hub(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -282,7 +278,7 @@ def _item(pieces: Sequence[Piece], settings: Settings, **extra: Any) -> Item:
 def items(inputs: Mapping[str, Any], settings: Settings, pieces_per_item: Sequence[int] | None = None) -> list[Item]:
     """Items of ``pixel_values`` with ``image_grid_thw``, then those of ``pixel_values_videos`` with ``video_grid_thw``.
 
-    ``num_chunks_per_video`` (or ``pieces_per_item``, for the videos) says which chunks are one video;
+    ``numchunks_per_video`` (or ``pieces_per_item``, for the videos) says which chunks are one video;
     ``video_metadata``, where it is there, when each chunk begins. Pixels that are the table's values bit for bit become
     uint8 again.
     """
@@ -291,10 +287,10 @@ def items(inputs: Mapping[str, Any], settings: Settings, pieces_per_item: Sequen
         found += [_item([piece], settings) for piece in _pieces(inputs, "pixel_values", "image_grid_thw", settings)]
     if inputs.get("pixel_values_videos") is not None:
         pieces = _pieces(inputs, "pixel_values_videos", "video_grid_thw", settings)
-        name = "num_chunks_per_video" if inputs.get("num_chunks_per_video") is not None else "pieces_per_item"
+        name = "numchunks_per_video" if inputs.get("numchunks_per_video") is not None else "pieces_per_item"
         counts = inputs.get(name, pieces_per_item)
         if counts is None:
-            raise MediaError("inputs have no num_chunks_per_video: hand it in, or pieces_per_item, the chunks a video")
+            raise MediaError("inputs have no numchunks_per_video: hand it in, or pieces_per_item, the chunks a video")
         start = 0
         for place, count in enumerate(pixels.whole_pieces(name, counts, len(pieces))):
             chunks = pieces[start : start + count]
