@@ -73,7 +73,7 @@ def whole_pieces(name: str, counts: Any, pieces: int) -> list[int]:
 
 def cells(
     planes: UInt8[np.ndarray, "3 height width"], merge: int, side: int
-) -> UInt8[np.ndarray, "cells merge*merge values"]:
+) -> UInt8[np.ndarray, "cells patches values"]:
     """Patches of side x side pixels, merge x merge of them a merged cell, cells row-major; values (channel, y, x)."""
     rows, columns = planes.shape[1] // (merge * side), planes.shape[2] // (merge * side)
     split = planes.reshape(3, rows, merge, side, columns, merge, side).transpose(1, 4, 2, 5, 0, 3, 6)
