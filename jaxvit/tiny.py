@@ -68,7 +68,7 @@ def write_checkpoint(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in config_files.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        _write_json(folder / name, content)
     place = _even(tensors, shards) if isinstance(shards, int) else shards
     groups: dict[int, dict[str, Shape]] = {}
     for name in sorted(tensors):
@@ -80,7 +80,7 @@ def write_checkpoint(
         size = sum(prod(shape) * _itemsize(name, dtype) for name, shape in tensors.items())
         weight_map = {name: files[number] for number, group in groups.items() for name in group}
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _write_json(folder / INDEX, index)
     for number, group in groups.items():
         _write(folder / files[number], group, seed, dtype, outliers)
     return folder
@@ -252,7 +252,7 @@ def random_full_size(name: str, folder: Path, layers: int | None = None, **optio
     folder = write_checkpoint(folder, files, tensors, **{**kimi, "shard_name": TINY["kimi_k25"].shard_name, **options})
     index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
     index["weight_map"]["language_model.model.embed_tokens.weight"] = TINY["kimi_k25"].shard_name.format(1, 64)
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    _write_json(folder / INDEX, index)
     return folder
 
 
@@ -311,6 +311,12 @@ def _even(tensors: Mapping[str, Shape], shards: int) -> Callable[[str], int]:
         places[name] = min(shards, 1 + before * shards // max(1, whole))
         before += prod(tensors[name])
     return places.__getitem__
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
 
 
 def _write(path: Path, tensors: Mapping[str, Shape], seed: int, dtype: str, outliers: bool) -> None:
