@@ -278,7 +278,7 @@ def _item(pieces: Sequence[Piece], settings: Settings, **extra: Any) -> Item:
 def items(inputs: Mapping[str, Any], settings: Settings, pieces_per_item: Sequence[int] | None = None) -> list[Item]:
     """Items of ``pixel_values`` with ``image_grid_thw``, then those of ``pixel_values_videos`` with ``video_grid_thw``.
 
-    ``numchunks_per_video`` (or ``pieces_per_item``, for the videos) says which chunks are one video;
+    ``num_chunks_per_video`` (or ``pieces_per_item``, for the videos) says which chunks are one video;
     ``video_metadata``, where it is there, when each chunk begins. Pixels that are the table's values bit for bit become
     uint8 again.
     """
@@ -287,10 +287,10 @@ def items(inputs: Mapping[str, Any], settings: Settings, pieces_per_item: Sequen
         found += [_item([piece], settings) for piece in _pieces(inputs, "pixel_values", "image_grid_thw", settings)]
     if inputs.get("pixel_values_videos") is not None:
         pieces = _pieces(inputs, "pixel_values_videos", "video_grid_thw", settings)
-        name = "numchunks_per_video" if inputs.get("numchunks_per_video") is not None else "pieces_per_item"
+        name = "num_chunks_per_video" if inputs.get("num_chunks_per_video") is not None else "pieces_per_item"
         counts = inputs.get(name, pieces_per_item)
         if counts is None:
-            raise MediaError("inputs have no numchunks_per_video: hand it in, or pieces_per_item, the chunks a video")
+            raise MediaError("inputs have no num_chunks_per_video: hand it in, or pieces_per_item, the chunks a video")
         start = 0
         for place, count in enumerate(pixels.whole_pieces(name, counts, len(pieces))):
             chunks = pieces[start : start + count]
