@@ -6,7 +6,6 @@ patches.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -85,25 +84,6 @@ def cost(calls: Sequence[Call], demands: Sequence[Demand], ladder: Ladder) -> fl
         costs.constant[bucket] + costs.slope[bucket] * sum(demands[index].patches ** 2 for index in pieces)
         for bucket, pieces in calls
     )
-
-
-def spread(demands: Sequence[Demand], ladder: Ladder, devices: int) -> list[list[int]]:
-    """Indices of the pieces for each of several devices, so that the slowest has little more to do than the others.
-
-    The dearest piece goes first, always to the device with the least to do. Indices ascend within a device.
-    """
-    if devices == 1:
-        return [list(range(len(demands)))]
-    costs = _costs(ladder)
-    patch = min(constant / patches for constant, patches in zip(costs.constant, costs.patches, strict=True))
-    work = [patch * demand.patches + costs.least_slope * demand.patches**2 for demand in demands]
-    shares: list[list[int]] = [[] for _ in range(devices)]
-    loads = [(0.0, device) for device in range(devices)]
-    for index in sorted(range(len(demands)), key=lambda index: -work[index]):
-        load, device = loads[0]
-        heapq.heapreplace(loads, (load + work[index], device))
-        shares[device].append(index)
-    return [sorted(share) for share in shares]
 
 
 class _Costs:
