@@ -5,6 +5,8 @@
 #   make lint       ruff and basedpyright            make clean       remove environments and build outputs
 
 VENVS := .venv
+# The compiled executables of this clone stay in it.
+export JAXVIT_STORE ?= $(CURDIR)/buckets/store
 # The first Python of at least 3.11 that can make environments; PYTHON=... and PYTHON_NEXT=... choose another.
 find = $(firstword $(foreach p,$(2),$(shell $(p) -c 'import ensurepip, sys, venv; sys.exit(not $(1))' 2>/dev/null && echo $(p))))
 pyenv = $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1)*/bin/python3)
@@ -18,7 +20,7 @@ NEXT := $(VENVS)/next/bin/python
 .PHONY: demo test test-all test-next lint format wheel clean env-demo env-full env-next
 
 demo: $(VENVS)/demo/.made
-	$(VENVS)/demo/bin/jaxvit demo
+	$(VENVS)/demo/bin/jaxvit demo $(ARGS)
 
 test: $(VENVS)/full/.made
 	JAXVIT_FULL=1 $(FULL) -m pytest $(ARGS)

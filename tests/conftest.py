@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 # Nothing may be fetched while testing, and a test that tries fails at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Executables are stored for this run alone: what a run finds compiled depends on nothing before it.
+os.environ["JAXVIT_STORE"] = tempfile.mkdtemp(prefix="jaxvit-store-")
 
 import jax
 import jaxtyping
 import pytest
+
+atexit.register(shutil.rmtree, os.environ["JAXVIT_STORE"], ignore_errors=True)
 
 # Before any import of the package: its annotations are checked under pytest, and only there.
 jaxtyping.install_import_hook("jaxvit", "beartype.beartype")

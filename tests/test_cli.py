@@ -1,0 +1,147 @@
+"""The command: what it writes, what it says and how it exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import jaxvit
+from jaxvit import cli, tiny
+from jaxvit import demo as demonstration
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command in this process, its output in a pipe."""
+
+    def run(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["jaxvit", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        captured = capsys.readouterr()
+        return Outcome(exit.value.code or 0, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tiny_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("tiny"))
+
+
+SMALL = ("--set", "max_pixels=50176", "--dtype", "float32")
+
+
+def test_encode_writes_the_embeddings_of_every_picture_and_an_index(
+    run: Run, model: Path, photos: dict[str, Path], tmp_path: Path
+) -> None:
+    paths = [photos["chelsea"], photos["coffee"], photos["chelsea"]]
+    outcome = run("encode", model, *paths, "-o", tmp_path / "out.safetensors", *SMALL)
+    assert outcome == Outcome(0, "", ""), outcome.err
+    arrays = load_file(tmp_path / "out.safetensors")
+    index = json.loads((tmp_path / "out.json").read_text())
+    encoder = jaxvit.load(model, dtype="float32", processor={"max_pixels": 50176})
+    items = encoder.prepare(paths)
+    assert [entry["path"] for entry in index] == list(map(str, paths))
+    assert [entry["tokens"] for entry in index] == [item.tokens for item in items]
+    assert [entry["grids"] for entry in index] == [list(map(list, item.grids)) for item in items]
+    for entry, expected in zip(index, encoder.encode(items), strict=True):
+        np.testing.assert_array_equal(arrays[entry["name"]], expected)
+        assert isinstance(entry["layout"], dict)
+
+
+def test_a_folder_stands_for_the_pictures_in_it(run: Run, model: Path, photos: dict[str, Path], tmp_path: Path) -> None:
+    folder = photos["chelsea"].parent
+    assert run("encode", model, folder, "-o", tmp_path / "out.safetensors", *SMALL).code == 0
+    index = json.loads((tmp_path / "out.json").read_text())
+    assert [Path(entry["path"]).name for entry in index] == sorted(path.name for path in photos.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{model}", "{photo}", "{missing}.png"], ["item 1", "{missing}.png"]),
+        (["{missing}", "{photo}"], ["{missing}"]),
+        (["{empty}", "{photo}"], ["config.json"]),
+        (["{model}", "{empty}"], ["no pictures in"]),
+        (["{model}", "{photo}", "-o", "{missing}/out.safetensors"], ["does not exist"]),
+        (["{model}", "{photo}", "-o", "{empty}/out.npz"], [".safetensors"]),
+        (["{model}", "{photo}", "--set", "max_pixels"], ["name=value"]),
+        (["{model}", "{photo}", "--budgets", "0,64"], ["0"]),
+        (["{model}", "{photo}", "--dtype", "float16"], ["float16"]),
+    ],
+)
+def test_bad_input_is_named_without_a_traceback_and_exits_with_2(
+    run: Run, model: Path, photos: dict[str, Path], tmp_path: Path, arguments: list[str], says: list[str]
+) -> None:
+    places = {"model": model, "photo": photos["chelsea"], "missing": tmp_path / "missing", "empty": tmp_path / "empty"}
+    places["empty"].mkdir()
+    output = [] if "-o" in arguments else ["-o", str(tmp_path / "out.safetensors")]
+    outcome = run("encode", *(argument.format(**places) for argument in arguments), *output)
+    assert outcome.code == 2
+    assert outcome.out == ""
+    assert "Traceback" not in outcome.err
+    # The command line's own errors come in a box, which breaks long lines.
+    unboxed = "".join(outcome.err.replace("│", "").split())
+    for text in says:
+        assert "".join(text.format(**places).split()) in unboxed, outcome.err
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def _result(relative_rms: float) -> demonstration.Result:
+    row = demonstration.Row("tiny", "cat.png, 1x1", 4, relative_rms, 1e-7, 1.0)
+    return demonstration.Result((replace(row, relative_rms=1e-7), row), False, "torch 0")
+
+
+@pytest.mark.parametrize(("relative_rms", "code", "verdict"), [(9e-6, 0, "ok"), (2e-5, 1, "differs")])
+def test_the_exit_code_of_the_demo_says_its_verdict(
+    run: Run, monkeypatch: pytest.MonkeyPatch, relative_rms: float, code: int, verdict: str
+) -> None:
+    monkeypatch.setattr(demonstration, "run", lambda progress: _result(relative_rms))
+    outcome = run("demo")
+    assert outcome.code == code
+    assert outcome.out.count(verdict) >= 1
+    assert f"{relative_rms:.1e}" in outcome.out
+    assert outcome.err == ""
+
+
+@pytest.mark.parametrize(
+    ("variables", "coloured"), [({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False)]
+)
+def test_no_color_is_respected(
+    run: Run, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], coloured: bool
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(demonstration, "run", lambda progress: _result(1e-7))
+    assert ("\x1b[32m" in run("demo").out) is coloured
+
+
+def test_the_installed_module_runs_and_lists_its_commands(tmp_path: Path, root: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxvit.cli", "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for command in ("demo", "encode"):
+        assert command in done.stdout
+    assert done.stderr == ""
