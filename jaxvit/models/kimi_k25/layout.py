@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -82,7 +83,7 @@ def layout(config: Config, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
     """Arrays for those buffers, as long as the pieces are."""
     plans = [places(*piece.grid[1:], config) for piece in pieces]
     frames = [piece.grid[0] for piece in pieces]
-    starts = np.cumsum([0] + [piece.rows // config.cell for piece in pieces[:-1]])
+    starts = accumulate((piece.rows // config.cell for piece in pieces[:-1]), initial=0)
     means = [mean(piece, start, config) for piece, start in zip(pieces, starts, strict=True)]
 
     def of_frames(arrays: Sequence[np.ndarray]) -> np.ndarray:  # the same in every frame of a piece
