@@ -54,6 +54,21 @@ class Key:
     def regex(self) -> re.Pattern[str]:
         return re.compile(self.pattern)
 
+    @cached_property
+    def reverse(self) -> re.Pattern[str] | None:
+        """Matches the parameter paths that ``target`` can give; group gN is the N-th of ``pattern``."""
+        if self.target is None:
+            return None
+        seen: set[str] = set()
+        source = ""
+        for index, piece in enumerate(re.split(r"\\(\d)", self.target)):
+            if index % 2 == 0:
+                source += re.escape(piece)
+            else:
+                source += f"(?P=g{piece})" if piece in seen else f"(?P<g{piece}>.+?)"
+                seen.add(piece)
+        return re.compile(source)
+
     def parameter(self, name: str) -> str | None:
         """The parameter's path for a canonical name that this key matches."""
         match = self.regex.fullmatch(name)
@@ -61,22 +76,11 @@ class Key:
 
     def name(self, parameter: str) -> str | None:
         """The canonical tensor name that this key would turn into ``parameter``, so that a missing one can be named."""
-        if self.target is None:
-            return None
-        pieces = re.split(r"\\(\d)", self.target)
-        seen: set[str] = set()
-        source = ""
-        for index, piece in enumerate(pieces):
-            if index % 2 == 0:
-                source += re.escape(piece)
-            else:
-                source += f"(?P=g{piece})" if piece in seen else f"(?P<g{piece}>.+?)"
-                seen.add(piece)
-        match = re.fullmatch(source, parameter)
+        match = self.reverse.fullmatch(parameter) if self.reverse else None
         if match is None:
             return None
-        groups = iter(range(1, self.regex.groups + 1))
-        name = re.sub(r"\([^()]*\)", lambda _: match.groupdict().get(f"g{next(groups, 0)}", ""), self.pattern)
+        held, groups = match.groupdict(), iter(range(1, self.regex.groups + 1))
+        name = re.sub(r"\([^()]*\)", lambda _: held.get(f"g{next(groups, 0)}", ""), self.pattern)
         name = re.sub(r"\\(.)", r"\1", name)
         return name if self.parameter(name) == parameter else None
 

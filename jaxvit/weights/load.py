@@ -178,10 +178,12 @@ def _gaps(
     if (None in parts and len(sources) > 1) or any(count > 1 for count in parts.values()):
         names = [source.name for source in sources]
         return {name: f"duplicate: {' and '.join(names)} all hold {path}" for name in names if name not in faults}
+    if None in parts:
+        return {}
     named = [(key.part, _written(name, spelling)) for key in table.keys if (name := key.name(path))]
     makers = [(part, name) for part, name in named if name]
     if sources:
-        names = [] if None in parts else [name for part, name in makers if part and part not in parts]
+        names = [name for part, name in makers if part and part not in parts]
     elif makers:  # the first way of the table to fill it
         first = makers[0][0]
         names = [name for part, name in makers if part] if first else [makers[0][1]]
