@@ -116,6 +116,7 @@ class Report:
     def table(self) -> Table:
         """The items as a rich table."""
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(title=f"{self.family}, {self.dtype}: relative RMS against PyTorch on identical pixels")
         table.add_column("item", overflow="fold")
@@ -125,8 +126,9 @@ class Report:
         for item in self.items:
             gaps = [f"{each.relative_rms:.1e}" if each else "-" for each in (item.exact, item.bucketed, item.between)]
             last = (f"{item.last.max_abs:.1e}", f"{item.last.cosine:.6f}", f"{item.bound:.1e}")
-            verdict = "[green]equal" if item.ok else "[red]pixels differ" if item.encoder_ok else "[red]differs"
-            table.add_row(item.name, str(item.tokens), _pixels(item.pixels), *gaps, *last, verdict)
+            said = "equal" if item.ok else "pixels differ" if item.encoder_ok else "differs"
+            verdict = Text(said, "green" if item.ok else "bold red")
+            table.add_row(Text(item.name), str(item.tokens), _pixels(item.pixels), *gaps, *last, verdict)
         return table
 
     def layers(self) -> Table | None:
@@ -211,7 +213,8 @@ def compare(encoder: Encoder, media: Any, *, per_layer: bool = False, bucketed: 
     found = []
     for index, (item, gap, mine) in enumerate(zip(items, gaps, own, strict=True)):
         bound = max(FLOOR, OWN * (mine or 0.0)) if encoder.dtype == "float32" else ITEM * (mine or 0.0)
-        errors = token_errors(exact[index] if packed[index] is None else packed[index], theirs[index])
+        last = packed[index]
+        errors = token_errors(exact[index] if last is None else last, theirs[index])
         name = _name(sequence[index], index)
         found.append(Comparison(name, item.tokens, pixels[index], *gap, mine, bound, layers[index], errors))
     pooled = None if encoder.dtype == "float32" else _pooled(found, theirs)
@@ -230,6 +233,7 @@ def _gaps(
 def _reference(encoder: Encoder, dtype: str, attention: str) -> Reference:
     from jaxvit.reference import Reference
 
+    assert encoder.folder is not None
     return Reference.load(encoder.folder, encoder.family.name, dtype, attention, encoder.overrides)
 
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -40,10 +40,18 @@ class Reference(ABC):
 
     Attributes:
         dtype: "float32", "bfloat16" or "float64"; in float64 every step is, rotation and softmax included.
+        model: transformers' module, with the tower and the projector in it.
         image_processor, video_processor: transformers' own; None for no video.
+        merge: patches per token along a side.
+        patch: pixels of a patch along a side.
     """
 
+    dtype: str
+    model: Any
+    image_processor: Any
+    video_processor: Any
     merge: int
+    patch: int
     parts: ClassVar[tuple[str, ...]]
     """Parts of a tensor's name that mark the tower and the projector."""
 
@@ -51,8 +59,8 @@ class Reference(ABC):
     def load(
         folder: str | Path,
         model_type: str | None = None,
-        dtype: Literal["float32", "bfloat16", "float64"] = "float32",
-        attention: Literal["sdpa", "eager"] = "sdpa",
+        dtype: str = "float32",
+        attention: str = "sdpa",
         settings_overrides: Mapping[str, Any] | None = None,
     ) -> Reference:
         """Builds tower, projector and processors.
@@ -60,6 +68,8 @@ class Reference(ABC):
         Args:
             folder: a checkpoint in the hub's layout; shards of the language model may be absent.
             model_type: the family; None reads config.json.
+            dtype: "float32", "bfloat16" or "float64".
+            attention: "sdpa" or "eager".
             settings_overrides: processing settings that beat the files, under the files' names.
         Raises:
             DependencyError: the extra ``compare`` is missing. CheckpointError: the files do not fit the model.
@@ -90,13 +100,13 @@ class Reference(ABC):
 
     def process(self, picture: Picture) -> Mapping[str, Any]:
         """What the reference's own processor makes of one picture or of one clip (frames as given, none dropped)."""
-        torch, format = need_torch(), {"return_tensors": "pt", "input_data_format": "channels_first"}
+        torch, form = need_torch(), {"return_tensors": "pt", "input_data_format": "channels_first"}
         with quiet():
             if isinstance(picture, np.ndarray):
                 pixels = torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1)))
-                return self.image_processor(images=[pixels], **self._image_options, **format)
+                return self.image_processor(images=[pixels], **self._image_options, **form)
             frames = torch.from_numpy(np.ascontiguousarray(np.stack(picture).transpose(0, 3, 1, 2)))
-            return self._process_frames(frames, do_sample_frames=False, **format)
+            return self._process_frames(frames, do_sample_frames=False, **form)
 
     _image_options: ClassVar[Mapping[str, Any]] = {}
 

@@ -111,7 +111,7 @@ class KimiK25(Reference):
         from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25Model
 
         root = files["config.json"]
-        vision = {_KIMI_NAMES.get(name, name): value for name, value in root["vision_config"].items()}
+        vision = {_KIMI_NAMES.get(name) or name: value for name, value in root["vision_config"].items()}
         tower = known(vision, Kimi_K25VisionConfig)
         width = vision.get("text_hidden_size") or root["text_config"]["hidden_size"]
         config = Kimi_K25Config(
