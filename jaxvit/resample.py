@@ -2,8 +2,9 @@
 
 Weights are integers of at most 15 bits, as in the reference: ``(sum of weight * pixel + half) >> precision``, first
 along the rows (horizontal pass), whose result is rounded to uint8, then along the columns. Here each pass is a product
-with a band matrix, a block of outputs at a time. The sums are exact in float32 while they stay below 2**24 (up to
-shrinking by about four), so the order in which BLAS adds does not matter; beyond that the same products run in float64.
+with a band matrix, a block of outputs at a time, of pixels less 128, which halves the sums. They are exact in float32
+while they stay below 2**24 (up to shrinking by about four), so the order in which BLAS adds does not matter; beyond
+that the same products run in float64.
 """
 
 from __future__ import annotations
@@ -44,9 +45,15 @@ class Band(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """The resize of one axis: its bands, and the dtype in which their sums are exact."""
+    """The resize of one axis.
+
+    Attributes:
+        bias: for each output, what its sum of centred pixels lacks to be a centred pixel, and half for the rounding.
+        dtype: in which the sums are exact.
+    """
 
     bands: tuple[Band, ...]
+    bias: Float[np.ndarray, " outputs"]
     dtype: type[np.floating]
 
 
@@ -86,10 +93,10 @@ def integer_weights(n_in: int, n_out: int, kernel: Kernel) -> tuple[np.ndarray, 
 def axis_table(n_in: int, n_out: int, kernel: Kernel) -> Axis:
     """The band matrices of an axis, weights divided by 2**precision (exact in either float type)."""
     low, weights, precision = integer_weights(n_in, n_out, kernel)
-    positive = np.maximum(weights, 0).sum(axis=1).max()
-    negative = np.maximum(-weights, 0).sum(axis=1).max()
-    exact = 255 * int(max(positive, negative)) + (1 << precision) <= 1 << 24
+    # 16 bits, since a pixel has 8 before the point and float32 has 24.
+    exact = precision <= 16 and 128 * int(np.abs(weights).sum(axis=1).max()) <= 1 << 24
     dtype = np.float32 if exact else np.float64
+    bias = 0.5 + 128 * (weights.sum(axis=1) / (1 << precision) - 1)
     bands = []
     taps = weights.shape[1]
     block = max(4, min(BLOCK, WINDOW * n_out // n_in))
@@ -101,13 +108,7 @@ def axis_table(n_in: int, n_out: int, kernel: Kernel) -> Axis:
         np.put_along_axis(dense, columns, weights[start:stop] / (1 << precision), axis=1)
         high = min(first + dense.shape[1], n_in)  # weights past the end are zero
         bands.append(Band(start, stop, first, high, dense[:, : high - first]))
-    return Axis(tuple(bands), dtype)
-
-
-def rounded(sums: np.ndarray) -> np.ndarray:
-    """Rounds half up and clamps to 0..255, in place; what is left to do is to cut the fraction."""
-    sums += 0.5
-    return np.clip(sums, 0, 255, out=sums)
+    return Axis(tuple(bands), bias.astype(dtype), dtype)
 
 
 def resize(
@@ -121,16 +122,23 @@ def resize(
     n_rows, n_columns, channels = picture.shape
     planes = picture.transpose(2, 0, 1)
     across = axis_table(n_columns, width, kernel) if width != n_columns else None
-    down = axis_table(n_rows, height, kernel) if height != n_rows else None
     out = np.empty((channels, height, width), np.uint8)
-    if down is None:
+    if height != n_rows:
+        resize_down(planes, across, axis_table(n_rows, height, kernel), out)
+    elif across is not None:
         for start in range(0, n_rows, CHUNK):
-            stop = min(start + CHUNK, n_rows)
-            out[:, start:stop] = planes[:, start:stop] if across is None else across_rows(planes, start, stop, across)
-        return out
+            out[:, start : start + CHUNK] = centred_rows(planes[:, start : start + CHUNK], across) + 128
+    else:
+        out[...] = planes
+    return out
+
+
+def resize_down(planes: np.ndarray, across: Axis | None, down: Axis, out: np.ndarray) -> None:
+    """Both passes, a band of rows of ``out`` at a time."""
     deepest = max(band.high - band.low for band in down.bands)
-    rows = np.empty((channels, deepest, width), down.dtype)
-    sums = np.empty((BLOCK, width), down.dtype)
+    rows = np.empty((len(out), deepest, out.shape[2]), down.dtype)
+    sums = np.empty((BLOCK, out.shape[2]), down.dtype)
+    bias = (down.bias + 128)[:, None]
     have_low = have_high = 0
     for band in down.bands:
         kept = max(have_high - band.low, 0)
@@ -139,27 +147,31 @@ def resize(
             rows[:, :kept] = rows[:, band.low - have_low : have_high - have_low].copy()
         for start in range(band.low + kept, band.high, CHUNK):
             stop = min(start + CHUNK, band.high)
-            target = rows[:, start - band.low : stop - band.low]
-            target[...] = planes[:, start:stop] if across is None else across_rows(planes, start, stop, across)
+            rows[:, start - band.low : stop - band.low] = centred_rows(planes[:, start:stop], across)
         have_low, have_high = band.low, band.high
         part = sums[: band.stop - band.start]
         step = max(PRODUCT // band.weights.size, 1)
-        for channel in range(channels):
-            for left in range(0, width, step):
+        for channel, plane in enumerate(out):
+            for left in range(0, out.shape[2], step):
                 columns = slice(left, left + step)
                 np.matmul(band.weights, rows[channel, : band.high - band.low, columns], out=part[:, columns])
-            out[channel, band.start : band.stop] = rounded(part)
-    return out
+            part += bias[band.start : band.stop]
+            plane[band.start : band.stop] = np.clip(part, 0, 255, out=part)  # the cast cuts the fraction
 
 
-def across_rows(planes: np.ndarray, start: int, stop: int, axis: Axis) -> np.ndarray:
-    """Rows start..stop resized horizontally, uint8 values as floats [channels, rows, n_out]."""
-    channels, _, n_in = planes.shape
-    chunk = planes[:, start:stop].astype(axis.dtype, order="C").reshape(-1, n_in)
-    sums = np.empty((len(chunk), axis.bands[-1].stop), axis.dtype)
+def centred_rows(rows: UInt8[np.ndarray, "channels rows columns"], axis: Axis | None) -> np.ndarray:
+    """Rows resized horizontally: whole floats [channels, rows, n_out], pixels less 128."""
+    chunk = rows.astype(np.float32 if axis is None else axis.dtype, order="C")
+    chunk -= 128
+    if axis is None:
+        return chunk
+    flat = chunk.reshape(-1, rows.shape[2])
+    sums = np.empty((len(flat), len(axis.bias)), axis.dtype)
     for band in axis.bands:
         step = max(PRODUCT // band.weights.size, 1)
-        for top in range(0, len(chunk), step):
-            part = chunk[top : top + step, band.low : band.high]
+        for top in range(0, len(flat), step):
+            part = flat[top : top + step, band.low : band.high]
             np.matmul(part, band.weights.T, out=sums[top : top + step, band.start : band.stop])
-    return np.floor(rounded(sums), out=sums).reshape(channels, stop - start, -1)
+    sums += axis.bias
+    np.clip(sums, -128, 127, out=sums)
+    return np.floor(sums, out=sums).reshape(*rows.shape[:2], -1)
