@@ -164,7 +164,7 @@ def _words(axes: Sequence[int]) -> str:
 
 
 def _total(drafts: Sequence[_Draft]) -> float:
-    return sum(draft[0] for draft in drafts)
+    return sum((draft[0] for draft in drafts), 0.0)
 
 
 def _add(load: Load, more: Load, sign: int = 1) -> Load:
