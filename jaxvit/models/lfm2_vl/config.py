@@ -62,8 +62,11 @@ class Config:
         vision.require("model_type", ("siglip2_vision_model",))
         # The head pools what the projector never reads, so both values give the same embeddings.
         vision.require("vision_use_head", (False, True))
+        vision.require("hidden_act", tuple(ACTIVATIONS))
+        root.require("projector_hidden_act", tuple(ACTIVATIONS))
         root.require("projector_bias", (True, False))
         root.require("projector_use_layernorm", (True, False))
+        root.require("vision_feature_layer", (-1, -2))
 
         def size(options: Options, name: str) -> int:
             return options.integer(name, default=getattr(cls, name))
@@ -86,17 +89,9 @@ class Config:
             projector_use_layernorm=root.raw.get("projector_use_layernorm", cls.projector_use_layernorm),
             text_hidden_size=text.integer("hidden_size"),
         )
-        vision.require("hidden_act", tuple(ACTIVATIONS), value=config.hidden_act)
         vision.require("num_channels", (3,), value=config.num_channels)
         vision.divides("num_attention_heads", config.num_attention_heads, "hidden_size", config.hidden_size)
-        root.require("projector_hidden_act", tuple(ACTIVATIONS), value=config.projector_hidden_act)
         root.require("downsample_factor", (2,), value=config.downsample_factor)
-        last = range(-1, -config.num_hidden_layers - 1, -1)
-        if type(config.vision_feature_layer) is not int or config.vision_feature_layer not in last:
-            raise CheckpointError(
-                f"config.json: vision_feature_layer is {config.vision_feature_layer!r}, and only one counted from the "
-                f"end, {last[0]} to {last[-1]}, is implemented"
-            )
         if config.table_side**2 != config.num_patches:
             raise CheckpointError(
                 f"vision_config of config.json: num_patches is {config.num_patches}, and only a square is implemented"
