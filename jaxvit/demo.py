@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 import jaxvit
 from jaxvit import media, models, tiny
 from jaxvit.errors import CheckpointError, DependencyError
+from jaxvit.metrics import Metrics, metrics
 from jaxvit.models.family import Family
 from jaxvit.paths import data
 from jaxvit.reference import Reference
@@ -88,24 +89,16 @@ def accepted(family: Family, everything: Sequence[Medium]) -> list[Medium]:
 
 @dataclass(frozen=True)
 class Row:
-    """One item beside its reference.
-
-    Attributes:
-        relative_rms: RMS of the difference over the RMS of the reference.
-        max_abs: largest difference.
-        cosine: smallest cosine of a token with its reference.
-    """
+    """One item of one checkpoint beside its reference; without metrics when the shapes differ."""
 
     checkpoint: str
     item: str
     tokens: int
-    relative_rms: float
-    max_abs: float
-    cosine: float
+    metrics: Metrics | None
 
     @property
     def ok(self) -> bool:
-        return self.relative_rms <= BOUND
+        return self.metrics is not None and self.metrics.relative_rms <= BOUND
 
 
 @dataclass(frozen=True)
@@ -125,8 +118,10 @@ class Result:
         for name in ("checkpoint", "item", "tokens", "relative RMS", "max abs", "cosine", "verdict"):
             table.add_column(name, justify="left" if name in ("checkpoint", "item", "verdict") else "right")
         for row in self.rows:
-            numbers = (str(row.tokens), f"{row.relative_rms:.1e}", f"{row.max_abs:.1e}", f"{row.cosine:.7f}")
-            table.add_row(row.checkpoint, row.item, *numbers, "[green]ok[/]" if row.ok else "[bold red]differs[/]")
+            known = row.metrics
+            gaps = (f"{known.relative_rms:.1e}", f"{known.max_abs:.1e}", f"{known.cosine:.6f}") if known else ("-",) * 3
+            verdict = "[green]equal[/]" if row.ok else "[bold red]differs[/]"
+            table.add_row(row.checkpoint, row.item, str(row.tokens), *gaps, verdict)
         return table
 
     def summary(self) -> str:
@@ -163,12 +158,8 @@ def run(progress: Progress = lambda _: nullcontext()) -> Result:
 
 
 def measure(checkpoint: str, item: str, ours: np.ndarray, reference: np.ndarray) -> Row:
-    if ours.shape != reference.shape:
-        return Row(checkpoint, item, len(ours), np.inf, np.inf, 0.0)
-    a, b = ours.astype(np.float64), reference.astype(np.float64)
-    cosine = (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
-    rms = np.sqrt(((a - b) ** 2).mean() / (b**2).mean())
-    return Row(checkpoint, item, len(a), float(rms), float(abs(a - b).max()), float(cosine.min()))
+    alike = ours.shape == reference.shape
+    return Row(checkpoint, item, len(ours), metrics(ours, reference) if alike else None)
 
 
 def run_reference(folder: Path, taken: Sequence[Medium]) -> dict[str, np.ndarray]:

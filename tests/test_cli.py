@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from safetensors.numpy import load_file
 import jaxvit
 from jaxvit import cli, tiny
 from jaxvit import demo as demonstration
+from jaxvit.metrics import Metrics
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,11 @@ def test_bad_input_is_named_without_a_traceback_and_exits_with_2(
 
 
 def _result(relative_rms: float) -> demonstration.Result:
-    row = demonstration.Row("tiny", "cat.png, 1x1", 4, relative_rms, 1e-7, 1.0)
-    return demonstration.Result((replace(row, relative_rms=1e-7), row), False, "torch 0")
+    rows = (demonstration.Row("tiny", "cat", 4, Metrics(rms, 1e-7, 1.0)) for rms in (1e-7, relative_rms))
+    return demonstration.Result(tuple(rows), False, "torch 0")
 
 
-@pytest.mark.parametrize(("relative_rms", "code", "verdict"), [(9e-6, 0, "ok"), (2e-5, 1, "differs")])
+@pytest.mark.parametrize(("relative_rms", "code", "verdict"), [(9e-6, 0, "equal"), (2e-5, 1, "differs")])
 def test_the_exit_code_of_the_demo_says_its_verdict(
     run: Run, monkeypatch: pytest.MonkeyPatch, relative_rms: float, code: int, verdict: str
 ) -> None:
@@ -145,3 +147,32 @@ def test_the_installed_module_runs_and_lists_its_commands(tmp_path: Path, root: 
     for command in ("demo", "encode"):
         assert command in done.stdout
     assert done.stderr == ""
+
+
+@pytest.mark.reference
+def test_compare_prints_a_line_a_picture_and_writes_everything_as_json(
+    run: Run, model: Path, photos: dict[str, Path], tmp_path: Path
+) -> None:
+    paths = [photos["chelsea"], photos["coffee"]]
+    outcome = run("compare", model, *paths, "--layers", "--json", tmp_path / "report.json", *SMALL)
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert "2 of 2 items equal the reference" in outcome.out
+    for name in ("chelsea.png", "coffee.png", "blocks.0"):
+        assert name in outcome.out
+    assert outcome.err == ""
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["ok"] is True
+    assert [item["name"] for item in report["items"]] == ["chelsea.png", "coffee.png"]
+
+
+@pytest.mark.reference
+def test_compare_exits_with_1_when_an_item_differs(
+    run: Run, model: Path, photos: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Under this name the package itself holds the function.
+    comparison = importlib.import_module("jaxvit.compare")
+    monkeypatch.setattr(comparison, "FLOOR", 0.0)
+    monkeypatch.setattr(comparison, "OWN", 0.0)
+    outcome = run("compare", model, photos["chelsea"], "--exact", *SMALL)
+    assert outcome.code == 1
+    assert "0 of 1 items equal the reference" in outcome.out
