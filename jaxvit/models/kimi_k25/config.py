@@ -88,6 +88,7 @@ class Config:
         def size(name: str) -> int:
             return vision.integer(*filter(None, (HUB.get(name), name)), default=getattr(cls, name))
 
+        vision.require("merge_kernel_size", (2, [2, 2]))
         rope = Options(vision.raw.get("rope_parameters") or {}, "rope_parameters of vision_config")
         rope.require("rope_type", ("axial",))
         eps = (vision.raw.get("projector_ln_eps"), root.raw.get("projection_layer_norm_eps"), cls.projector_ln_eps)
@@ -100,7 +101,7 @@ class Config:
             pos_emb_height=size("pos_emb_height"),
             pos_emb_width=size("pos_emb_width"),
             pos_emb_time=size("pos_emb_time"),
-            merge_kernel_size=_square(vision.raw.get("merge_kernel_size", cls.merge_kernel_size)),
+            merge_kernel_size=2,
             hidden_act=vision.raw.get("hidden_act", cls.hidden_act),
             rope_theta=float(rope.raw.get("rope_theta", cls.rope_theta)),
             projector_hidden_act=vision.raw.get("projector_hidden_act", cls.projector_hidden_act),
@@ -111,7 +112,6 @@ class Config:
         )
         vision.require("hidden_act", tuple(ACTIVATIONS), value=config.hidden_act)
         vision.require("projector_hidden_act", tuple(ACTIVATIONS), value=config.projector_hidden_act)
-        vision.require("merge_kernel_size", (2,), value=config.merge_kernel_size)
         for name, value in (
             ("mm_hidden_size", vision.raw.get("mm_hidden_size")),
             ("qkv_hidden_size", vision.raw.get("qkv_hidden_size")),
@@ -132,8 +132,3 @@ def _agree(options: Options, name: str, spelling: str) -> None:
             f"{options.where}: {spelling} is {values[0]!r} and {name} is {values[1]!r}, two spellings of one field: "
             "remove the one that the weights do not have"
         )
-
-
-def _square(kernel: Any) -> Any:
-    """2 for [2, 2]; anything else comes back as it is, to be refused by name."""
-    return kernel[0] if isinstance(kernel, list | tuple) and len(kernel) == 2 and kernel[0] == kernel[1] else kernel
