@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from pathlib import Path
 
@@ -10,11 +11,10 @@ import numpy as np
 import pytest
 
 import jaxvit
-from jaxvit import compare as comparing
-from jaxvit.compare import compare
+from jaxvit.compare import Comparison, Report, compare
 from jaxvit.encoder import Encoder
 from jaxvit.errors import CheckpointError, DependencyError, MediaError
-from jaxvit.metrics import cosines, metrics, relative_rms, token_errors
+from jaxvit.metrics import Metrics, cosines, metrics, relative_rms, token_errors
 from jaxvit.tiny import tiny_checkpoint
 
 CHECKPOINTS = ("qwen2_5_vl", "kimi_k25", "lfm2_vl", "lfm2_5_vl")
@@ -164,7 +164,7 @@ class TestReport:
         assert found.ok
 
     def test_the_bound_follows_the_references_own_error(self, qwen: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(comparing, "FLOOR", 1e-12)
+        monkeypatch.setattr(importlib.import_module("jaxvit.compare"), "FLOOR", 1e-12)
         (found,) = compare(qwen, picture(56, 56), bucketed=False).items
         assert found.own is not None
         assert 1e-8 < found.own < 1e-5
@@ -182,9 +182,9 @@ class TestReport:
             assert item.bound == 1.5 * item.own
 
     def test_a_pool_of_eight_items_decides_in_bfloat16(self) -> None:
-        good = comparing.Metrics(0.01, 0.0, 1.0)
-        item = comparing.Comparison("a", 1, None, good, None, None, 0.01, 0.015, (), np.zeros(1, np.float32))
-        few = comparing.Report((item,) * 7, "family", "bfloat16", 1.2, {})
+        good = Metrics(0.01, 0.0, 1.0)
+        item = Comparison("a", 1, None, good, None, None, 0.01, 0.015, (), np.zeros(1, np.float32))
+        few = Report((item,) * 7, "family", "bfloat16", 1.2, {})
         assert few.ok
         assert not dataclasses.replace(few, items=(item,) * 8).ok
 
