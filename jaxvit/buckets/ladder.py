@@ -137,13 +137,13 @@ def from_file(
     return Ladder(buckets, str(path), rule_of(family.name, platform))
 
 
-def find(family: Family, device_kind: str, max_pieces: int | None = None, folder: Path | None = None) -> Ladder | None:
+def find(family: Family, device_kind: str, max_pieces: int | None = None) -> Ladder | None:
     """The tuned ladder ``buckets/<device>/*.toml`` whose ``[match]`` fits the family, its sizes and the device, if any.
 
     Of several, the one that names most sizes; of those, the first by path.
     """
     best: tuple[int, Path] | None = None
-    for path in sorted((folder or paths.data("buckets")).glob("*/*.toml")):
+    for path in sorted(paths.data("buckets").glob("*/*.toml")):
         match = read(path)[0].get("match", {})
         known(match, ("family", "device", "sizes"), f"{path}: [match]")
         sizes = match.get("sizes", {})

@@ -80,10 +80,11 @@ def plan(demands: Sequence[Demand], ladder: Ladder) -> list[Call]:
 def cost(calls: Sequence[Call], demands: Sequence[Demand], ladder: Ladder) -> float:
     """Milliseconds of the calls by the ladder's costs."""
     costs = _costs(ladder)
-    return sum(
-        costs.constant[bucket] + costs.slope[bucket] * sum(demands[index].patches ** 2 for index in pieces)
-        for bucket, pieces in calls
-    )
+    spent = 0.0
+    for bucket, pieces in calls:
+        squares = sum(demands[index].patches ** 2 for index in pieces)
+        spent += costs.constant[bucket] + costs.slope[bucket] * squares
+    return spent
 
 
 class _Costs:

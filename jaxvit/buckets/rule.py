@@ -130,11 +130,14 @@ def read(path: Path) -> tuple[dict[str, Any], list[int]]:
     """A TOML file, and the line of each of its ``[[bucket]]`` tables."""
     try:
         text = path.read_text(encoding="utf-8")
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise LadderError(f"{path}: not valid TOML: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise LadderError(f"{path}: the ladder file cannot be read: {error}") from error
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r"line (\d+)", str(error))
+        line = place[1] if place else len(text.splitlines())
+        raise LadderError(f"{path}:{line}: not valid TOML: {error}") from error
     header = re.compile(r"\s*\[\[\s*bucket\s*\]\]")
     lines = [number for number, line in enumerate(text.splitlines(), 1) if header.match(line)]
     count = len(table["bucket"]) if isinstance(table.get("bucket"), list) else 0
