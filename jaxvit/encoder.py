@@ -20,6 +20,8 @@ from flax import nnx
 from jaxvit import media as _media
 from jaxvit.buckets import ladder as _ladder
 from jaxvit.buckets.dispatcher import Dispatcher, Output, Plan
+from jaxvit.buckets.executable import compile_program
+from jaxvit.buckets.store import Store
 from jaxvit.errors import MediaError, NumericsError
 from jaxvit.layers import attention as _attention
 from jaxvit.layers.fuse import parameter_shapes
@@ -76,7 +78,8 @@ def load(
     for path, array in load_parameters(folder, family.keys, shapes, jnp.dtype(compute)):
         for device, held in zip(placed, weights, strict=True):
             held[path] = jax.device_put(array, device)
-    encoder = Encoder(family, ladder, compute, placed, weights, attention=attention, on_overflow=on_overflow)
+    build = compile_program if store is False else Store(store).build
+    encoder = Encoder(family, ladder, compute, placed, weights, attention=attention, on_overflow=on_overflow, build=build)
     encoder.folder, encoder.overrides = folder, dict(processor or {})
     log.info(
         "jaxvit: %s (%s), %s on %s, %d buckets of %d to %d tokens (%s)",

@@ -51,7 +51,8 @@ def repainted(item: Item, seed: int) -> Item:
     """The same item with other pixels."""
     generator = np.random.default_rng(seed)
     pieces = tuple(
-        Piece(p.grid, generator.integers(0, 256, p.patches.shape, dtype=np.uint8), p.tokens, p.windows) for p in item.pieces
+        Piece(p.grid, generator.integers(0, 256, p.patches.shape, dtype=np.uint8), p.tokens, p.windows)
+        for p in item.pieces
     )
     return Item(pieces, item.grids, item.tokens, item.layout)
 

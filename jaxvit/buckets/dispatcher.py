@@ -239,6 +239,7 @@ class Dispatcher:
                     )
                 executable = self.build(self.program(bucket, pixels), self.devices[device])
                 self._count_build(executable)
+                check_fits(executable, memory_limit(self.devices[device]))
                 self._ready[key] = executable
         return self._ready[key]
 
@@ -323,6 +324,23 @@ class Dispatcher:
         reason = f"a piece of {piece.rows} patches, {piece.tokens} tokens needs a bucket of {bucket.tokens} tokens"
         self.statistics.overflows[reason] += 1
         log.info("overflow: %s, past the ladder's largest (%d tokens)", reason, self.ladder.buckets[-1].tokens)
+
+
+def memory_limit(device: jax.Device) -> int | None:
+    """Bytes that a process may use on the device, None where the device does not say."""
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def check_fits(executable: Executable, limit: int | None) -> None:
+    """Refuses a bucket that cannot run on the device, before it runs."""
+    memory = executable.memory()
+    needed = sum(memory.values())
+    if limit is not None and needed > limit:
+        parts = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in memory.items())
+        raise CapacityError(
+            f"the bucket of {executable.program.bucket.tokens} tokens needs {needed / 2**20:.0f} MiB ({parts}), and "
+            f"{executable.device.device_kind} has {limit / 2**20:.0f} MiB: load with smaller budgets"
+        )
 
 
 def pixels_of(piece: Piece) -> Pixels:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -185,10 +186,12 @@ class Executable:
         return self.compiled(weights, *(placed[buffer.name] for buffer in self.program.buffers))
 
     def memory(self) -> dict[str, int]:
-        """Bytes of arguments (weights included), temporaries, outputs and code, from the executable's own analysis."""
+        """Bytes of weights, inputs, temporaries, outputs and code, from the executable's own analysis."""
         analysis = self.compiled.memory_analysis()
+        inputs = sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in self.program.buffers)
         return {
-            "arguments": analysis.argument_size_in_bytes,
+            "weights": analysis.argument_size_in_bytes - inputs,
+            "inputs": inputs,
             "temporaries": analysis.temp_size_in_bytes,
             "outputs": analysis.output_size_in_bytes,
             "code": analysis.generated_code_size_in_bytes,

@@ -32,7 +32,7 @@ def test_images_packed_in_one_bucket_agree_with_the_reference():
     media = [picture(*size, seed) for seed, size in enumerate([(56, 56), (140, 140), (28, 812), (224, 224)])]
     items = encoder("qwen2_5_vl").prepare(media)
     found = encoder("qwen2_5_vl").encode(items)
-    assert len(found.plan.calls) == 1
+    assert max(len(call.slots) for call in found.plan.calls) > 1
     for item, rows in zip(items, found, strict=True):
         assert relative(rows, reference().encode(item)) <= 1e-5
 

@@ -1,0 +1,114 @@
+"""What can be read off a bucket's program and executable without an accelerator."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from math import prod
+
+import jax
+import numpy as np
+import pytest
+
+from jaxvit.buckets.executable import Program, pad
+from jaxvit.errors import CapacityError
+from jaxvit.models.family import Bucket, Buffer
+from tests.families import FAMILIES, encoder
+
+PATCHES = 1792
+
+
+@pytest.fixture(params=FAMILIES)
+def program(request: pytest.FixtureRequest) -> Program:
+    dispatcher = encoder(request.param).dispatcher
+    return dispatcher.program(Bucket(PATCHES // 4, PATCHES, 32, 200, "xla"), "uint8")
+
+
+def shapes_in(text: str) -> set[tuple[int, ...]]:
+    """Every tensor shape of a lowered program."""
+    return {tuple(map(int, found.split("x")[:-1])) for found in re.findall(r"tensor<((?:\d+x)+[a-z]\w*)>", text)}
+
+
+def test_no_buffer_of_patches_times_patches_but_in_dense(program: Program):
+    square = lambda text: [shape for shape in shapes_in(text) if sum(extent >= PATCHES for extent in shape) > 1]  # noqa: E731
+    assert not square(program.lower(jax.devices()[0]).as_text())
+    dense = replace(program, bucket=replace(program.bucket, attention="dense"))
+    assert square(dense.lower(jax.devices()[0]).as_text()), "the search finds such a buffer where there is one"
+
+
+def test_no_weight_is_a_constant_of_the_program(program: Program):
+    text = program.lower(jax.devices()[0]).as_text()
+    constants = re.findall(r"stablehlo\.constant dense<(?:\"0x|\[).*?> : tensor<((?:\d+x)+[a-z]\w*)>", text)
+    sizes = [prod(map(int, found.split("x")[:-1])) for found in constants]
+    assert sizes, "the normalisation table is one"
+    assert max(sizes) <= 768
+
+
+def test_the_number_of_arguments_is_bounded(program: Program):
+    text = program.lower(jax.devices()[0]).as_text()
+    [signature] = re.findall(r"func\.func public @main\((.*?)\) ->", text, re.DOTALL)
+    count = len(re.findall(r"%arg\d+:", signature))
+    layers = getattr(program.family.config, "depth", None) or program.family.config.num_hidden_layers
+    assert count <= 12 * layers + 24
+
+
+@pytest.mark.parametrize(
+    ("array", "reason"),
+    [
+        (np.zeros((5, 3), np.int32), r"got int32 \[5, 3\], the bucket holds float32 \[4, 3\]"),
+        (np.zeros((2, 2), np.float32), r"got float32 \[2, 2\]"),
+        (np.zeros((5, 3), np.float32), r"got float32 \[5, 3\]"),
+    ],
+)
+def test_an_array_that_does_not_fit_its_buffer_is_refused_by_name(array: np.ndarray, reason: str):
+    with pytest.raises(CapacityError, match=f"buffer taps: {reason}"):
+        pad(Buffer("taps", (4, 3), np.dtype(np.float32)), array)
+
+
+def test_padding_follows_the_buffer_s_rule():
+    rows = np.arange(6, dtype=np.int32).reshape(2, 3)
+    zeros = pad(Buffer("a", (4, 3), np.dtype(np.int32)), rows)
+    last = pad(Buffer("b", (4, 3), np.dtype(np.int32), "repeat_last"), rows)
+    assert zeros is not None
+    assert last is not None
+    assert zeros.tolist() == [[0, 1, 2], [3, 4, 5], [0, 0, 0], [0, 0, 0]]
+    assert last.tolist() == [[0, 1, 2], [3, 4, 5], [3, 4, 5], [3, 4, 5]]
+    assert pad(Buffer("c", (4,), np.dtype(np.int32), optional=True), None) is None
+    with pytest.raises(CapacityError, match="buffer d is missing"):
+        pad(Buffer("d", (4,), np.dtype(np.int32)), None)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_executable_refuses_a_wrong_shape_or_dtype_as_our_error(name: str):
+    dispatcher = encoder(name).dispatcher
+    bucket = dispatcher.ladder.buckets[0]
+    executable = dispatcher.executable(bucket)
+    arrays = executable.program.fill(dispatcher.family.example(bucket))
+    pixels = arrays["pixels"]
+    assert pixels is not None
+    for wrong in (pixels[:-1], pixels.astype(np.int32), pixels[:, :-1]):
+        with pytest.raises(CapacityError, match="buffer pixels: got"):
+            executable(dispatcher.weights[0], arrays | {"pixels": wrong})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("attention", ["dense", "xla"])
+def test_a_nearly_empty_bucket_is_not_slower_than_a_full_one(name: str, attention: str):
+    dispatcher = encoder(name).dispatcher
+    bucket = Bucket(448, 1792, 32, 200, attention)
+    executable = dispatcher.executable(bucket)
+    full = dispatcher.family.example(bucket)
+    small = dispatcher.family.example(replace(bucket, tokens=64, patches=256, segments=1))
+    assert sum(piece.rows for piece in small) <= 256 < 1700 <= sum(piece.rows for piece in full)
+
+    def seconds(pieces: list) -> float:
+        arrays = executable.program.fill(pieces)
+        times = []
+        for _ in range(9):
+            start = time.perf_counter()
+            jax.block_until_ready(executable(dispatcher.weights[0], arrays))
+            times.append(time.perf_counter() - start)
+        return sorted(times)[2]
+
+    assert seconds(small) <= 1.3 * seconds(full)
