@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from itertools import accumulate
 from math import ceil, inf
 from typing import NamedTuple
@@ -140,7 +140,7 @@ class _Costs:
 
     def alone(self, index: int, demand: Demand) -> _Draft:
         """A call of one piece."""
-        load = (*demand, demand[0] * demand[0])
+        load = _load(demand)
         value, bucket = self.cheapest(load)
         if bucket < 0:
             raise CapacityError(
@@ -168,6 +168,11 @@ def _total(drafts: Sequence[_Draft]) -> float:
     return sum((draft[0] for draft in drafts), 0.0)
 
 
+def _load(demand: Demand) -> Load:
+    patches, tokens, segments, windows = demand
+    return patches, tokens, segments, windows, patches * patches
+
+
 def _add(load: Load, more: Load, sign: int = 1) -> Load:
     a, b, c, d, e = load
     p, t, s, w, q = more
@@ -182,7 +187,7 @@ def _exact(demands: Sequence[Demand], costs: _Costs) -> list[_Draft]:
     for subset in range(1, count):
         first = subset & -subset
         demand = demands[first.bit_length() - 1]
-        loads[subset] = _add(loads[subset ^ first], (*demand, demand[0] * demand[0]))
+        loads[subset] = _add(loads[subset ^ first], _load(demand))
         value[subset] = costs.cheapest(loads[subset])[0]
         low, best, others = inf, 0, subset ^ first
         some = others
@@ -299,8 +304,7 @@ def _greedy(demands: Sequence[Demand], costs: _Costs, most: int) -> list[_Draft]
         tokens += one
     drafts = []
     for pieces in groups:
-        chosen = [demands[index] for index in pieces]
-        load = (*(sum(axis) for axis in zip(*chosen, strict=True)), sum(one[0] * one[0] for one in chosen))
+        load = reduce(_add, (_load(demands[index]) for index in pieces))
         value, bucket = costs.cheapest(load)
         if bucket < 0:
             return None
@@ -318,7 +322,7 @@ def _polish(drafts: Sequence[_Draft], demands: Sequence[Demand], costs: _Costs) 
 
 def _move(drafts: list[_Draft], demands: Sequence[Demand], costs: _Costs) -> list[_Draft] | None:
     for source, (value, _, pieces, load) in enumerate(drafts):
-        moves = [([index], (*demands[index], demands[index][0] ** 2)) for index in pieces] if len(pieces) > 1 else []
+        moves = [([index], _load(demands[index])) for index in pieces] if len(pieces) > 1 else []
         for moved, share in [*moves, (pieces, load)]:
             kept = [index for index in pieces if index not in moved]
             rest = _add(load, share, -1)
