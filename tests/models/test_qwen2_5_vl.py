@@ -65,10 +65,14 @@ def test_windows_at_the_edge_keep_their_true_length_and_none_is_empty(cells: tup
 def test_the_output_of_the_reference_s_processor_gives_the_same_embeddings():
     first, second = picture(140, 140, 1), picture(90, 300, 2)
     inputs = [reference().process(one) for one in (first, second)]
-    joined = {key: np.concatenate([np.asarray(one[key]) for one in inputs]) for key in ("pixel_values", "image_grid_thw")}
+    joined = {
+        key: np.concatenate([np.asarray(one[key]) for one in inputs]) for key in ("pixel_values", "image_grid_thw")
+    }
     items = encoder("qwen2_5_vl").items(joined)
     assert {piece.patches.dtype for item in items for piece in item.pieces} == {np.dtype(np.uint8)}
-    for rows, ours in zip(encoder("qwen2_5_vl").encode(items), encoder("qwen2_5_vl").encode([first, second]), strict=True):
+    for rows, ours in zip(
+        encoder("qwen2_5_vl").encode(items), encoder("qwen2_5_vl").encode([first, second]), strict=True
+    ):
         assert relative(rows, ours) <= 1e-6
 
 
