@@ -406,6 +406,13 @@ def test_shipped_ladders_and_the_readme_s_example_are_valid(root: Path, tmp_path
         assert len(from_file(written(tmp_path, text), family("kimi_k25"))) > 0
 
 
+def test_the_readme_s_table_of_default_ladders_is_fresh(any_family: Family, root: Path):
+    fine, short = (default_ladder(any_family, platform) for platform in ("gpu", "cpu"))
+    first, last = fine.buckets[0].tokens, fine.buckets[-1].tokens
+    cells = f"| {len(fine)} buckets, {first} to {last:,} tokens | {len(short)} |"
+    assert cells in (root / "buckets" / "README.md").read_text(), cells
+
+
 def test_no_code_of_the_ladder_names_a_family(root: Path):
     for name in ("ladder", "planner", "rule"):
         code = (root / "jaxvit" / "buckets" / f"{name}.py").read_text().lower()
