@@ -28,8 +28,20 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outputs,), jnp.float32)) if bias else None
 
     def __call__(self, x: Float[Array, "... inputs"]) -> Float[Array, "... outputs"]:
-        y = dot(x, self.kernel[...])
-        return y if self.bias is None else y + self.bias[...]
+        if self.bias is None:
+            return dot(x, self.kernel[...])
+        # An accelerator's product adds the bias before it rounds to x's dtype; XLA's on the CPU has to be told.
+        return lax.platform_dependent(x, self.kernel[...], self.bias[...], cpu=_rounded_once, default=_fusable)
+
+
+def _fusable(x: Array, kernel: Array, bias: Array) -> Array:
+    return dot(x, kernel) + bias
+
+
+def _rounded_once(x: Array, kernel: Array, bias: Array) -> Array:
+    dims = (((x.ndim - 1,), (0,)), ((), ()))
+    y = lax.dot_general(x, kernel, dims, precision=precision(x.dtype), preferred_element_type=jnp.float32)
+    return (y + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 def gelu_tanh(x: Array) -> Array:
