@@ -1,7 +1,8 @@
 """Vision encoders of Kimi-K2.5, LFM2-VL and Qwen2.5-VL in JAX, packed into ahead-of-time compiled buckets."""
 
 from jaxvit import errors
+from jaxvit.compare import Report, compare
 from jaxvit.encoder import Encoder, Encodings, load
 from jaxvit.media import Image, Video
 
-__all__ = ["Encoder", "Encodings", "Image", "Video", "errors", "load"]
+__all__ = ["Encoder", "Encodings", "Image", "Report", "Video", "compare", "errors", "load"]

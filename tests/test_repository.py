@@ -6,10 +6,15 @@ import hashlib
 import re
 import subprocess
 import tomllib
+from math import prod
 from pathlib import Path
 
 import pytest
 from PIL import Image
+
+from jaxvit import tiny
+from jaxvit.models import family_of
+from jaxvit.weights import manifests
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +87,40 @@ def test_the_photos_stay_under_a_megabyte(photos: dict[str, Path]) -> None:
 def test_the_makefile_uses_pip_alone(root: Path) -> None:
     text = (root / "Makefile").read_text() + (root / ".ci" / "run").read_text()
     assert not re.search(r"\b(uv|poetry|conda|pipx)\b", text)
+
+
+@pytest.mark.parametrize("name", manifests.names())
+def test_the_readme_lists_every_checkpoint_with_its_numbers(root: Path, name: str) -> None:
+    manifest = manifests.load(name)
+    family = family_of(manifest.files)
+    millions = round(sum(prod(shape) for shape, _ in manifest.tensors.values()) / 1e6)
+    row = f"| `{manifest.repo_id}` | `{family.name}` | {millions} M | {family.width} |"
+    assert row in (root / "README.md").read_text().splitlines()
+
+
+def test_every_link_of_the_guides_leads_to_a_file(tracked: list[Path]) -> None:
+    broken = [
+        f"{path}: {link}"
+        for path in tracked
+        if path.suffix == ".md"
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text())
+        if not link.startswith("http") and not (path.parent / link).exists()
+    ]
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.reference
+def test_the_example_of_the_readme_runs(
+    root: Path, photos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.S)
+    model = "path/to/Qwen2.5-VL-7B-Instruct"
+    assert model in example
+    tiny.tiny_checkpoint("qwen2_5_vl", tmp_path / model)
+    for name in re.findall(r'"([\w.]+\.(?:jpg|png))"', example):
+        with Image.open(photos["chelsea"]) as picture:
+            picture.resize((224, 168)).save(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    assert "up_to=1024" in example
+    exec(compile(example.replace("up_to=1024", "up_to=64"), "README.md", "exec"), {})
+    assert "(48, 96)" in capsys.readouterr().out
