@@ -363,10 +363,25 @@ def test_an_override_of_pictures_leaves_clips_alone(folders) -> None:
     assert reference_tokens(Reference.load(folder, settings_overrides=sized), clip(2, 280, 280)) == 100
 
 
-def test_a_limit_of_patches_a_chunk_is_divided_by_its_frames(folders) -> None:
+@pytest.mark.parametrize("hub", [True, False])
+def test_keywords_beat_kimis_files_in_both_spellings(folders, tmp_path: Path, hub: bool) -> None:
     from jaxvit.reference import Reference
 
-    reference = Reference.load(folders["kimi_k25"][0], settings_overrides={"in_patch_limit_video": 400})
+    copied(folders["kimi_k25"][0], tmp_path)
+    if not hub:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps({"max_patches": 1024, "patch_size": 14}))
+    reference = Reference.load(tmp_path, settings_overrides={"max_patches": 64, "video_max_patches": 36, "fps": 1.0})
+    assert reference_tokens(reference, picture(280, 280)) == 16
+    assert reference_tokens(reference, clip(2, 280, 280)) == 9
+
+
+def test_a_limit_of_patches_a_chunk_is_divided_by_its_frames(folders, tmp_path: Path) -> None:
+    from jaxvit.reference import Reference
+
+    copied(folders["kimi_k25"][0], tmp_path)
+    limited = {"media_proc_cfg": KIMI_PROCESSOR["media_proc_cfg"] | {"in_patch_limit_video": 400}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(limited))
+    reference = Reference.load(tmp_path)
     grids = [tuple(grid) for grid in reference.process(clip(6, 280, 280))["video_grid_thw"].tolist()]
     # 100 patches a frame in a chunk of 4, 200 in one of 2: 280 * sqrt(limit / 400) = 140 and 197 pixels, padded
     assert grids == [(4, 10, 10), (2, 16, 16)]

@@ -70,7 +70,7 @@ class Reference(ABC):
             model_type: the family; None reads config.json.
             dtype: "float32", "bfloat16" or "float64".
             attention: "sdpa" or "eager".
-            settings_overrides: processing settings that beat the files, under the files' names.
+            settings_overrides: processing settings that beat the files, as ``jaxvit.load(processor=...)`` takes them.
         Raises:
             DependencyError: the extra ``compare`` is missing. CheckpointError: the files do not fit the model.
         """

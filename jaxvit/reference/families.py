@@ -30,6 +30,13 @@ _LFM2_SETTINGS = (
 )
 
 
+def by_medium(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keywords of pictures, and those of frames (``video_...``) without the prefix. Frames come sampled: no fps."""
+    images = {name: value for name, value in overrides.items() if not name.startswith("video_") and name != "fps"}
+    frames = {name.removeprefix("video_"): value for name, value in overrides.items() if name.startswith("video_")}
+    return images, frames
+
+
 def by_grid(inputs: Mapping[str, Any]) -> list[tuple[Any, Grid]]:
     """Normalised patches [rows, values] and grid of each image or clip of a processor's output."""
     kinds = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
@@ -62,8 +69,7 @@ class Qwen25VL(Reference):
         from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
         # The video processor falls back to preprocessor_config.json, and a keyword of pictures does not reach it.
-        frames = {name.removeprefix("video_"): value for name, value in overrides.items() if name.startswith("video_")}
-        images = {name: value for name, value in overrides.items() if name in ("min_pixels", "max_pixels", "size")}
+        images, frames = by_medium(overrides)
         if "size" in images:
             images = {"min_pixels": None, "max_pixels": None} | images  # else those of the file beat the keyword
         published = {"min_pixels": 3136, "max_pixels": 12845056}
@@ -128,23 +134,24 @@ class KimiK25(Reference):
         from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
         from transformers.models.kimi_k25.video_processing_kimi_k25 import Kimi_K25VideoProcessor
 
+        images, frames = by_medium(overrides)
         hub = files.get("preprocessor_config.json", {}).get("media_proc_cfg")
         if hub is None:
-            self.image_processor = from_folder(Kimi_K25ImageProcessor, folder, files, overrides, {})
-            self.video_processor = from_folder(Kimi_K25VideoProcessor, folder, files, overrides, {})
+            self.image_processor = from_folder(Kimi_K25ImageProcessor, folder, files, images, {})
+            self.video_processor = from_folder(Kimi_K25VideoProcessor, folder, files, frames, {})
             self.video_limit = None
             return
         # transformers does not read the hub's form of this file, so its processors are given what the file says.
-        hub = {**hub, **overrides}
         names = {"patch_size": "patch_size", "merge_kernel_size": "merge_size"}
         names |= {"image_mean": "image_mean", "image_std": "image_std"}
         shared = {name: hub[key] for key, name in names.items() if hub.get(key) is not None}
         side = hub.get("patch_limit_on_one_side", 512)
         shared["size"] = {"max_height": side, "max_width": side}
-        frame = hub.get("in_patch_limit_each_frame", 4096)
-        frames = hub.get("temporal_merge_kernel_size", 4)
-        self.image_processor = Kimi_K25ImageProcessor(max_patches=hub.get("in_patch_limit", 16384), **shared)
-        self.video_processor = Kimi_K25VideoProcessor(max_patches=frame, temporal_patch_size=frames, **shared)
+        images = {"max_patches": hub.get("in_patch_limit", 16384)} | images
+        frames = {"max_patches": hub.get("in_patch_limit_each_frame", 4096)} | frames
+        frames["temporal_patch_size"] = hub.get("temporal_merge_kernel_size", 4)
+        self.image_processor = Kimi_K25ImageProcessor(**images, **shared)
+        self.video_processor = Kimi_K25VideoProcessor(**frames, **shared)
         self.video_limit = hub.get("in_patch_limit_video")
 
     def _process_frames(self, frames: Any, **options: Any) -> Mapping[str, Any]:
@@ -216,7 +223,7 @@ class Lfm2VL(Reference):
 
         # transformers reads one file and ignores the rest; the settings of a checkpoint may lie in four places.
         processor = files.get("processor_config.json", {})
-        places = (processor.get("image_processor", {}), files.get("preprocessor_config.json", {}), processor)
+        places = (processor.get("image_processor") or {}, files.get("preprocessor_config.json", {}), processor)
         settings: dict[str, Any] = {}
         for place in (overrides, *places, files["config.json"]):
             for name in _LFM2_SETTINGS:
