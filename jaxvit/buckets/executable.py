@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -110,7 +111,7 @@ class Program:
         def bucket(weights: Sequence[Any], *arrays: Any) -> tuple[Any, Any]:
             return self.apply(weights, *arrays, probe=probe)
 
-        with jax.enable_x64(False), jax.debug_nans(False), jax.debug_infs(False), jax.numpy_dtype_promotion("standard"):
+        with own_settings():
             return jax.jit(bucket).lower(weights, *avals)
 
     def intermediates(self, device: jax.Device, weights: Sequence[jax.Array], piece: Piece) -> dict[str, np.ndarray]:
@@ -128,7 +129,7 @@ class Program:
         filled = self.fill([piece])
         absent = {buffer.name: np.zeros(buffer.shape, buffer.dtype) for buffer in self.buffers}
         arrays = [absent[name] if filled[name] is None else filled[name] for name in absent]
-        with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+        with own_settings():
             out = jax.jit(traced)(weights, *jax.device_put(arrays, device))
         return {name: np.asarray(value) for name, value in out.items()}
 
@@ -149,6 +150,25 @@ def pad(buffer: Buffer, array: np.ndarray | None) -> np.ndarray | None:
     out[:rows] = array
     out[rows:] = array[-1] if buffer.pad == "repeat_last" and rows else 0
     return out
+
+
+@contextmanager
+def own_settings() -> Iterator[None]:
+    """Settings of this package's own programs. Those of the process are neither used nor changed.
+
+    Non-finite results are found by the program itself and reported by item, so JAX's own check must not stop a call.
+    """
+    with ExitStack() as stack:
+        if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+            stack.enter_context(jax.enable_x64(False))
+        if jax.config.jax_debug_nans or jax.config.jax_debug_infs:  # pyright: ignore[reportAttributeAccessIssue]
+            stack.enter_context(jax.debug_nans(False))
+            stack.enter_context(jax.debug_infs(False))
+        if jax.config.jax_numpy_rank_promotion != "allow":  # pyright: ignore[reportAttributeAccessIssue]
+            stack.enter_context(jax.numpy_rank_promotion("allow"))
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            stack.enter_context(jax.disable_jit(False))
+        yield
 
 
 class Executable:
@@ -174,6 +194,10 @@ class Executable:
         self, weights: Sequence[jax.Array], arrays: Mapping[str, np.ndarray | None]
     ) -> tuple[jax.Array, jax.Array]:
         """Runs one call: embeddings [tokens, width] and finite bool [tokens], on the device."""
+        return self.run(weights, self.place(arrays))
+
+    def place(self, arrays: Mapping[str, np.ndarray | None]) -> list[jax.Array]:
+        """The bucket's arrays on the device, in the order of the arguments."""
         for buffer in self.program.buffers:
             array = arrays[buffer.name]
             if array is not None and (array.shape != buffer.shape or array.dtype != buffer.dtype):
@@ -183,7 +207,12 @@ class Executable:
                 )
         present = {name: array for name, array in arrays.items() if array is not None}
         placed = self._absent | dict(zip(present, jax.device_put(list(present.values()), self.device), strict=True))
-        return self.compiled(weights, *(placed[buffer.name] for buffer in self.program.buffers))
+        return [placed[buffer.name] for buffer in self.program.buffers]
+
+    def run(self, weights: Sequence[jax.Array], placed: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Runs one call on arrays that are on the device."""
+        with own_settings():
+            return self.compiled(weights, *placed)
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights, inputs, temporaries, outputs and code, from the executable's own analysis."""
