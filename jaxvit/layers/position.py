@@ -14,6 +14,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxvit.layers.linear import dot
 
+
+def cell_order(height: int, width: int, merge: int) -> np.ndarray:
+    """The row-major number of each patch of a frame, cell by cell, (kh, kw) inside a cell: int64 [patches]."""
+    numbers = np.arange(height * width).reshape(height // merge, merge, width // merge, merge)
+    return numbers.swapaxes(1, 2).reshape(-1)
+
+
 # Dense weights of every entry of a side (SigLIP2: few entries, and antialiasing may use them all)
 
 

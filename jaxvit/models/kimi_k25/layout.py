@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxvit.layers.position import bicubic
+from jaxvit.layers.position import bicubic, cell_order
 from jaxvit.models.family import Bucket, Buffer, Piece
 from jaxvit.models.kimi_k25.config import Config
 
@@ -47,7 +47,7 @@ class Places(NamedTuple):
 @lru_cache(maxsize=64)
 def places(height: int, width: int, config: Config) -> Places:
     """The places of a frame of height x width patches."""
-    y, x = np.divmod(cells(height, width, config.merge_kernel_size), width)
+    y, x = np.divmod(cell_order(height, width, config.merge_kernel_size), width)
     rows, columns = bicubic(config.pos_emb_height, height), bicubic(config.pos_emb_width, width)
     result = Places(
         np.stack([y, x], axis=1).astype(np.int32),
@@ -57,12 +57,6 @@ def places(height: int, width: int, config: Config) -> Places:
     for array in result:
         array.flags.writeable = False
     return result
-
-
-def cells(height: int, width: int, merge: int) -> np.ndarray:
-    """For each row of a frame, its patch's number in row-major order: int64 [patches]."""
-    numbers = np.arange(height * width).reshape(height // merge, merge, width // merge, merge)
-    return numbers.swapaxes(1, 2).reshape(-1)
 
 
 def buffers(config: Config, bucket: Bucket, pixels: Literal["uint8", "float32"]) -> tuple[Buffer, ...]:

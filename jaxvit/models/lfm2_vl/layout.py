@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxvit.layers.position import antialiased_linear
+from jaxvit.layers.position import antialiased_linear, cell_order
 from jaxvit.models.family import Bucket, Buffer, Piece
 from jaxvit.models.lfm2_vl.config import Config
 
@@ -34,18 +34,11 @@ class Positions(NamedTuple):
 @lru_cache(maxsize=256)
 def positions(height: int, width: int, merge: int, side: int) -> Positions:
     """Weights for a grid of height x width patches, cell by cell."""
-    order = cells(height, width, merge)
-    y, x = np.divmod(order, width)
+    y, x = np.divmod(cell_order(height, width, merge), width)
     weights = Positions(antialiased_linear(side, height)[y], antialiased_linear(side, width)[x])
     for array in weights:
         array.flags.writeable = False
     return weights
-
-
-def cells(height: int, width: int, merge: int) -> np.ndarray:
-    """The row-major number of each row of a piece: int64 [patches], cell by cell, (kh, kw) inside a cell."""
-    numbers = np.arange(height * width).reshape(height // merge, merge, width // merge, merge)
-    return numbers.swapaxes(1, 2).reshape(-1)
 
 
 def buffers(config: Config, bucket: Bucket, pixels: Literal["uint8", "float32"]) -> tuple[Buffer, ...]:

@@ -21,10 +21,10 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 
 from jaxvit.errors import CheckpointError, MediaError
+from jaxvit.layers.position import cell_order
 from jaxvit.models import pixels
 from jaxvit.models.family import Item, Piece
 from jaxvit.models.lfm2_vl.config import Config
-from jaxvit.models.lfm2_vl.layout import cells
 from jaxvit.resample import Kernel, resize
 
 HALF = (0.5, 0.5, 0.5)
@@ -352,7 +352,7 @@ def _pieces(inputs: Mapping[str, Any], settings: Settings) -> list[Piece]:
             )
         if used is not None and used[place] != count:
             raise MediaError(f"pixel_attention_mask[{place}] has {used[place]} patches, spatial_shapes say {count}")
-        rows = views[place, :count][cells(height, width, merge)]
+        rows = views[place, :count][cell_order(height, width, merge)]
         exact = pixels.recover(rows, settings.table, settings.channels)
         pieces.append(Piece((1, height, width), rows if exact is None else exact, count // merge**2))
     return pieces
