@@ -80,7 +80,7 @@ def cells(
     return split.reshape(rows * columns, merge**2, 3 * side**2)
 
 
-def uniform(total: int, native: float, fps: float | None) -> Sequence[int]:
+def uniform(total: int, native: float, fps: float | None) -> list[int]:
     """Frames spread evenly over the file, ``fps`` (2 if None) a second: at least one, at most all of them."""
     count = min(max(1, int(total / native * (2.0 if fps is None else fps))), total)
     return [place * total // count for place in range(count)]

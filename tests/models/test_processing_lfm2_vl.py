@@ -281,7 +281,7 @@ def test_each_field_is_read_where_it_is_found_first():
         ({"encoder_patch_size": 14}, None, "encoder_patch_size is 14 in the processor's settings, 16 in config.json"),
         ({"downsample_factor": 3}, None, "downsample_factor is 3"),
         ({"max_pixels_tolerance": -1}, None, "max_pixels_tolerance must be a positive number, got -1"),
-        ({"use_thumbnail": "yes"}, None, "use_thumbnail must be true or false"),
+        ({"use_thumbnail": "yes"}, None, "use_thumbnail must be true or false, got 'yes'"),
         ({"resample": 0}, None, "resample is 0"),
         ({"max_tiles": 0}, None, "max_tiles must be a positive integer, got 0"),
         ({"do_rescale": False}, None, "do_rescale is false"),

@@ -96,14 +96,19 @@ class Settings:
         if not isinstance(fps, (int, float)) or not 0 < fps < math.inf:
             raise CheckpointError(f"fps is {fps!r}: give frames a second, more than 0")
         total = video.get("chunk_patches")
+        patch_size, merge_size = sizes[0]
+        mean, std, rescale_factor = colours
         return cls(
             _limits(image, overrides.get("max_patches"), 16384),
             _limits(video, overrides.get("video_max_patches"), 4096),
             None if total is None else pixels.positive("in_patch_limit_video", total),
             pixels.field(video, "temporal_patch_size", 4),
             float(fps),
-            *sizes[0],
-            *colours,
+            patch_size,
+            merge_size,
+            mean,
+            std,
+            rescale_factor,
         )
 
     @property
@@ -145,7 +150,7 @@ class Settings:
         """The numbers of frames that a chunk may have."""
         return range(1, self.chunk + 1)
 
-    def sample_frames(self, total: int, native: float, fps: float | None) -> Sequence[int]:
+    def sample_frames(self, total: int, native: float, fps: float | None) -> list[int]:
         """Which frames of a file are taken: spread evenly, ``fps`` a second."""
         return pixels.uniform(total, native, fps or self.fps)
 
@@ -251,7 +256,7 @@ def prepare_video(
 def cut(frames: Sequence[np.ndarray], limits: Limits, settings: Settings) -> Piece:
     """Frames of one size, resized, padded and cut into the patches of one piece."""
     patch, merge = settings.patch_size, settings.merge_size
-    height, width, full_height, full_width = navit_resize(*frames[0].shape[:2], limits, patch, merge)
+    height, width, full_height, full_width = navit_resize(frames[0].shape[0], frames[0].shape[1], limits, patch, merge)
     grid = (len(frames), full_height // patch, full_width // patch)
     patches = np.empty((len(frames), grid[1] * grid[2], 3 * patch**2), np.uint8)
     for frame, rows in zip(frames, patches, strict=True):

@@ -99,19 +99,23 @@ class Settings:
         ):
             if raw.setdefault(name, ours) != ours:
                 raise CheckpointError(f"{name} is {raw[name]} in the processor's settings, {ours} in config.json")
-        numbers = [pixels.field(raw, name, getattr(cls, name)) for name in _NUMBERS]
+        numbers = {name: pixels.field(raw, name, getattr(cls, name)) for name in _NUMBERS}
         tolerance = raw.get("max_pixels_tolerance", cls.max_pixels_tolerance)
         if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 < tolerance < math.inf:
             raise CheckpointError(f"max_pixels_tolerance must be a positive number, got {tolerance!r}")
-        flags = [raw.get(name, True) for name in ("do_image_splitting", "use_thumbnail")]
-        if not all(isinstance(flag, bool) for flag in flags):
-            raise CheckpointError(f"do_image_splitting and use_thumbnail must be true or false, got {flags}")
+        flags = {name: raw.get(name, True) for name in ("do_image_splitting", "use_thumbnail")}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool):
+                raise CheckpointError(f"{name} must be true or false, got {flag!r}")
+        mean, std, rescale_factor = pixels.colours_of(raw, HALF, HALF)
         settings = cls(
-            *numbers,
-            float(tolerance),
-            *flags,
-            pixels.kernel_of(raw, 2),
-            *pixels.colours_of(raw, HALF, HALF),
+            **numbers,
+            **flags,
+            max_pixels_tolerance=float(tolerance),
+            kernel=pixels.kernel_of(raw, 2),
+            image_mean=mean,
+            image_std=std,
+            rescale_factor=rescale_factor,
         )
         settings._check()
         return settings

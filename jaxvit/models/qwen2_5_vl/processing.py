@@ -186,7 +186,7 @@ class Settings:
 def _limits(prefix: str, raw: Mapping[str, Any], keywords: Mapping[str, Any], defaults: tuple[int, int]) -> Limits:
     values = []
     asked = keywords.get("size") or {}
-    stored = raw.get("size") if isinstance(raw.get("size"), Mapping) else {}
+    stored = raw.get("size") or {}
     for name, edge, default in zip(
         ("min_pixels", "max_pixels"), ("shortest_edge", "longest_edge"), defaults, strict=True
     ):
