@@ -492,6 +492,7 @@ def test_mean_weights_are_one_over_the_frames_and_unused_slots_name_an_own_cell(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.reference
 def test_the_full_tower_agrees_with_the_reference_on_a_photograph(tmp_path: Path, photos: dict[str, Path]):
     folder = tiny.random_full_size("moonshotai--Kimi-K2.5", tmp_path)
