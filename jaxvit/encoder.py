@@ -20,7 +20,7 @@ from flax import nnx
 from jaxvit import media as _media
 from jaxvit.buckets import ladder as _ladder
 from jaxvit.buckets.dispatcher import Dispatcher, Output, Plan
-from jaxvit.buckets.executable import compile_program
+from jaxvit.buckets.executable import compile_program, weights_of
 from jaxvit.buckets.store import Store
 from jaxvit.errors import MediaError, NumericsError
 from jaxvit.layers import attention as _attention
@@ -73,13 +73,14 @@ def load(
     folder = hub.fetch_weights(model, folder, family.keys)
     compute = _dtype(dtype, dtype_of(folder, family.keys))
     ladder = _ladder.resolve(family, budgets, placed[0], max_pieces)
-    shapes = parameter_shapes(nnx.eval_shape(family.module))
-    weights: list[dict[str, jax.Array]] = [{} for _ in placed]
-    for path, array in load_parameters(folder, family.keys, shapes, jnp.dtype(compute)):
-        for device, held in zip(placed, weights, strict=True):
-            held[path] = jax.device_put(array, device)
+    module = nnx.eval_shape(family.module)
+    stream = load_parameters(folder, family.keys, parameter_shapes(module), jnp.dtype(compute))
+    layout = weights_of(family, module, placed[0].platform)
+    weights = layout.pack(stream, lambda array: [jax.device_put(array, device) for device in placed])
     build = compile_program if store is False else Store(store).build
-    encoder = Encoder(family, ladder, compute, placed, weights, attention=attention, on_overflow=on_overflow, build=build)
+    encoder = Encoder(
+        family, ladder, compute, placed, weights, attention=attention, on_overflow=on_overflow, build=build
+    )
     encoder.folder, encoder.overrides = folder, dict(processor or {})
     log.info(
         "jaxvit: %s (%s), %s on %s, %d buckets of %d to %d tokens (%s)",
@@ -101,13 +102,11 @@ class Encoder:
         ladder: _ladder.Ladder,
         dtype: str,
         devices: Sequence[jax.Device],
-        weights: Sequence[Mapping[str, jax.Array]],
+        weights: Sequence[Sequence[jax.Array]],
         **options: Any,
     ):
         self.family, self.ladder, self.dtype = family, ladder, dtype
-        order = sorted(weights[0])
-        flat = [[held[name] for name in order] for held in weights]
-        self.dispatcher = Dispatcher(family, ladder, dtype, devices, flat, **options)
+        self.dispatcher = Dispatcher(family, ladder, dtype, devices, weights, **options)
         self._pool_lock = threading.Lock()
 
     @property
@@ -278,7 +277,8 @@ class Encodings(Sequence):
         """The item's (output, offset, tokens), piece by piece, once they are known to be finite."""
         places = [place for _, place in sorted(self._places[index].items())]
         for number, offset, tokens in places:
-            finite = np.asarray(self._outputs[number].finite)[offset : offset + tokens]
+            output = self._outputs[number]
+            finite = output.host(output.finite)[offset : offset + tokens]
             if not finite.all():
                 raise NumericsError(
                     f"item {index}: {int((~finite).sum())} of {tokens} embeddings are not finite; "
@@ -289,7 +289,8 @@ class Encodings(Sequence):
 
     def _fetch(self, number: int) -> np.ndarray:
         if number not in self._host:
-            self._host[number] = np.asarray(self._outputs[number].embeddings)
+            output = self._outputs[number]
+            self._host[number] = output.host(output.embeddings)
         return self._host[number]
 
 

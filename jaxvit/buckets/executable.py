@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxvit.errors import CapacityError
 from jaxvit.layers import attention
-from jaxvit.layers.fuse import Weights, bind
+from jaxvit.layers.fuse import Weights, bind, parameter_shapes
 from jaxvit.layers.pixels import normalise
 from jaxvit.models.family import Bucket, Buffer, Family, Piece, Probe, no_probe
 
@@ -56,7 +56,7 @@ class Program:
 
     @cached_property
     def weights(self) -> Weights:
-        return Weights.of(self.module)
+        return weights_of(self.family, self.module, self.platform)
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -132,6 +132,11 @@ class Program:
         with own_settings():
             out = jax.jit(traced)(weights, *jax.device_put(arrays, device))
         return {name: np.asarray(value) for name, value in out.items()}
+
+
+def weights_of(family: Family, module: nnx.Module, platform: str) -> Weights:
+    """How the family's parameters lie in the arguments on a platform. A CPU gains nothing by padding."""
+    return Weights.of(parameter_shapes(module), () if platform == "cpu" else family.widenings())
 
 
 def pad(buffer: Buffer, array: np.ndarray | None) -> np.ndarray | None:

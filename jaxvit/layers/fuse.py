@@ -1,19 +1,87 @@
 """Canonical parameters -> the flat list of arrays an executable takes, and back inside the traced program.
 
-Canonical parameters carry the module's attribute paths ("blocks.0.attn.qkv.kernel").
+Canonical parameters carry the module's attribute paths ("blocks.0.attn.qkv.kernel") and the checkpoint's sizes. What is
+done to them for speed is exact and stands here alone: axes are padded with zeros to sizes that the device likes, and
+all vectors lie in one array, because every argument of an executable costs time at each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array
+
+
+@dataclass(frozen=True)
+class Widening:
+    """One size of a tower that may grow by zeros without changing a result, wherever it occurs.
+
+    Attributes:
+        size: as in the checkpoint.
+        multiple: the size is padded up to a multiple of this.
+        places: (pattern of a parameter's path, axis, groups): the axis is [*groups, size], and every group is padded.
+    """
+
+    size: int
+    multiple: int
+    places: tuple[tuple[str, int, tuple[int, ...]], ...]
+
+    @property
+    def padded(self) -> int:
+        return -(-self.size // self.multiple) * self.multiple
+
+    def at(self, name: str) -> tuple[int, tuple[int, ...]] | None:
+        """(axis, groups) of this size in a parameter, None where it does not occur."""
+        for pattern, axis, groups in self.places:
+            if re.fullmatch(pattern, name):
+                return axis, groups
+        return None
+
+    def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of a parameter after padding."""
+        place = self.at(name)
+        if place is None:
+            return shape
+        axis, groups = place
+        return (*shape[:axis], prod(groups) * self.padded, *shape[axis + 1 :])
+
+    def apply(self, name: str, array: np.ndarray) -> np.ndarray:
+        """The parameter, padded."""
+        place = self.at(name)
+        if place is None or self.padded == self.size:
+            return array
+        axis, groups = place
+        split = array.reshape(*array.shape[:axis], *groups, self.size, *array.shape[axis + 1 :])
+        widths = [(0, 0)] * split.ndim
+        widths[axis + len(groups)] = (0, self.padded - self.size)
+        return np.pad(split, widths).reshape(self.shape(name, array.shape))
+
+
+def mlp_width(size: int, into: str, out_of: str) -> Widening:
+    """The inner width of the MLPs: an odd width leaves rows of bfloat16 unaligned. The activation of 0 is 0.
+
+    Args:
+        into, out_of: patterns of the linear layers' paths.
+    """
+    return Widening(size, 64, ((rf"{into}\.kernel", 1, ()), (rf"{into}\.bias", 0, ()), (rf"{out_of}\.kernel", 0, ())))
+
+
+def head_halves(head_dim: int, heads: int, qkv: str, out: str) -> Widening:
+    """Half of a head dim, so that a half-split rotation still pairs the right values; kernels like multiples of 16.
+
+    Args:
+        qkv, out: patterns of the paths of the fused projection and of the attention's output projection.
+    """
+    groups = (3, heads, 2)
+    places = ((rf"{qkv}\.kernel", 1, groups), (rf"{qkv}\.bias", 0, groups), (rf"{out}\.kernel", 0, (heads, 2)))
+    return Widening(head_dim // 2, 8, places)
 
 
 def dotted(path: Sequence[Any]) -> str:
@@ -35,25 +103,68 @@ def bind(module: nnx.Module, parameters: Mapping[str, Array]) -> nnx.Module:
 
 @dataclass(frozen=True)
 class Weights:
-    """The order in which an executable takes the weights.
+    """How canonical parameters lie in an executable's arguments.
 
     Attributes:
-        names: canonical paths, sorted.
-        shapes: their shapes.
+        matrices: (path, padded shape) of every parameter that is an argument of its own, by path.
+        vectors: (path, padded length) of every parameter in the one packed array, the last argument, by path.
+        widenings: the padding.
     """
 
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    matrices: tuple[tuple[str, tuple[int, ...]], ...]
+    vectors: tuple[tuple[str, int], ...]
+    widenings: tuple[Widening, ...]
 
     @classmethod
-    def of(cls, module: nnx.Module) -> Weights:
-        shapes = parameter_shapes(module)
-        names = tuple(sorted(shapes))
-        return cls(names, tuple(shapes[name] for name in names))
+    def of(
+        cls, shapes: Mapping[str, tuple[int, ...]], widenings: Sequence[Widening] = (), pack: bool = True
+    ) -> Weights:
+        """The layout for parameters of these shapes; without ``pack`` every vector is an argument of its own."""
+        padded = {}
+        for name in sorted(shapes):
+            shape = shapes[name]
+            for widening in widenings:
+                shape = widening.shape(name, shape)
+            padded[name] = shape
+        vectors = tuple((name, shape[0]) for name, shape in padded.items() if pack and len(shape) == 1)
+        matrices = tuple((name, shape) for name, shape in padded.items() if not (pack and len(shape) == 1))
+        return cls(matrices, vectors, tuple(widenings))
 
     def avals(self, dtype: np.dtype, place: jax.sharding.Sharding) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape in self.shapes]
+        """Shapes and dtypes of the arguments."""
+        shapes = [shape for _, shape in self.matrices]
+        if self.vectors:
+            shapes.append((sum(length for _, length in self.vectors),))
+        return [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape in shapes]
+
+    def pack(
+        self, parameters: Iterable[tuple[str, np.ndarray]], put: Callable[[np.ndarray], list[jax.Array]]
+    ) -> list[list[jax.Array]]:
+        """The arguments, one list a device, from a stream of canonical parameters. Only vectors are held on the host.
+
+        Args:
+            put: an array -> its copy on every device.
+        """
+        placed: dict[str, list[jax.Array]] = {}
+        small: dict[str, np.ndarray] = {}
+        packed = {name for name, _ in self.vectors}
+        for name, array in parameters:
+            for widening in self.widenings:
+                array = widening.apply(name, array)
+            if name in packed:
+                small[name] = array
+            else:
+                placed[name] = put(array)
+        columns = [placed[name] for name, _ in self.matrices]
+        if self.vectors:
+            columns.append(put(np.concatenate([small[name] for name, _ in self.vectors])))
+        return [list(row) for row in zip(*columns, strict=True)]
 
     def unpack(self, arrays: Sequence[Array]) -> dict[str, Array]:
-        """Inside the traced program: the flat list -> canonical path -> parameter."""
-        return {name: jnp.asarray(array) for name, array in zip(self.names, arrays, strict=True)}
+        """Inside the traced program: the arguments -> canonical path -> (padded) parameter."""
+        parameters = {name: array for (name, _), array in zip(self.matrices, arrays, strict=False)}
+        start = 0
+        for name, length in self.vectors:
+            parameters[name] = jax.lax.slice(arrays[-1], (start,), (start + length,))
+            start += length
+        return parameters

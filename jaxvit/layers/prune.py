@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 def retained(embeddings: Float[np.ndarray, "tokens width"], pairs: int, keep: int) -> Int[np.ndarray, " kept"]:
     """Positions to keep, ascending: all of the first frame pair, then the least similar to one pair before.
 
-    Similarity is the cosine between a token and the token at the same place one frame pair before. Ties keep the earlier
-    token.
+    Similarity is the cosine between a token and the token at the same place one frame pair before. Ties keep the
+    earlier token.
 
     Args:
         pairs: frame pairs of the clip; they divide the tokens.

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
+from jaxvit.layers.fuse import Widening
+
 Grid = tuple[int, int, int]
 """(t, h, w): frames (or frame pairs), rows and columns, in patches."""
 
@@ -208,7 +210,7 @@ class Family(ABC):
         raise MediaError(f"{self.name} has no video input; pass the frames as images")
 
     def sample_frames(self, total: int, native: float, fps: float | None) -> Sequence[int]:
-        """Which of a file's ``total`` frames at ``native`` frames a second are taken, at ``fps`` (None: the default)."""
+        """Which of a file's ``total`` frames at ``native`` a second are taken, at ``fps`` (None: the default)."""
         from jaxvit.media import uniform
 
         return uniform(total, native, fps)
@@ -240,6 +242,10 @@ class Family(ABC):
         Called with ``(arrays, attend, probe)``: the named buffers, with normalised ``pixels``; one attention function
         ``(q, k, v) -> out`` a segment set, each [patches, heads, head_dim]; and the probe. Returns [tokens, width].
         """
+
+    def widenings(self) -> tuple[Widening, ...]:
+        """Sizes of the tower that may be padded with zeros for speed, with what accelerators like them to be."""
+        return ()
 
     @property
     @abstractmethod

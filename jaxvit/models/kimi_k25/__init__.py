@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from jaxvit.errors import CheckpointError
+from jaxvit.layers.fuse import Widening, head_halves, mlp_width
 from jaxvit.models.family import Bucket, Buffer, Demand, Family, Grid, Item, Piece, rectangles
 from jaxvit.models.kimi_k25 import keys, layout, processing
 from jaxvit.models.kimi_k25.config import Config
@@ -114,6 +115,13 @@ class KimiK25(Family):
         frames, height, width = grid
         patches = generator.integers(0, 256, (frames * height * width, self.config.patch_values), dtype=np.uint8)
         return Piece(grid, patches, height * width // self.config.cell)
+
+    def widenings(self) -> tuple[Widening, ...]:
+        block, config = r"blocks\.\d+", self.config
+        return (
+            mlp_width(config.intermediate_size, rf"{block}\.mlp\.fc1", rf"{block}\.mlp\.fc2"),
+            head_halves(config.head_dim, config.num_attention_heads, rf"{block}\.attn\.qkv", rf"{block}\.attn\.proj"),
+        )
 
     def module(self) -> VisionTower:
         return VisionTower(self.config)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from jaxvit.layers.fuse import Widening, head_halves, mlp_width
 from jaxvit.models.family import Bucket, Buffer, Family, Item, Piece, rectangles
 from jaxvit.models.lfm2_vl import keys, layout, processing
 from jaxvit.models.lfm2_vl.config import Config
@@ -75,6 +76,15 @@ class Lfm2VL(Family):
     def _example(self, height: int, width: int, generator: np.random.Generator) -> Piece:
         patches = generator.integers(0, 256, (height * width, len(self.channels)), dtype=np.uint8)
         return Piece((1, height, width), patches, height * width // self.merge**2)
+
+    def widenings(self) -> tuple[Widening, ...]:
+        block, config = r"blocks\.\d+", self.config
+        return (
+            mlp_width(config.intermediate_size, rf"{block}\.mlp\.fc1", rf"{block}\.mlp\.fc2"),
+            head_halves(
+                config.head_dim, config.num_attention_heads, rf"{block}\.attn\.qkv", rf"{block}\.attn\.out_proj"
+            ),
+        )
 
     def module(self) -> VisionTower:
         return VisionTower(self.config)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from jaxvit.layers.fuse import Widening, head_halves, mlp_width
 from jaxvit.layers.prune import retained
 from jaxvit.models.family import Bucket, Buffer, Family, Item, Piece, rectangles
 from jaxvit.models.qwen2_5_vl import keys, layout, processing
@@ -80,6 +81,13 @@ class Qwen25VL(Family):
         patches = generator.integers(0, 256, (height * width, self.settings.frame_values), dtype=np.uint8)
         plan = layout.windows(height, width, self.merge, self.config.window_cells)
         return Piece((1, height, width), patches, len(plan.order), len(plan.lengths))
+
+    def widenings(self) -> tuple[Widening, ...]:
+        block, config = r"blocks\.\d+", self.config
+        return (
+            mlp_width(config.intermediate_size, rf"{block}\.mlp\.(gate|up)_proj", rf"{block}\.mlp\.down_proj"),
+            head_halves(config.head_dim, config.num_heads, rf"{block}\.attn\.qkv", rf"{block}\.attn\.proj"),
+        )
 
     def module(self) -> VisionTower:
         return VisionTower(self.config)

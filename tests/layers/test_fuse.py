@@ -1,0 +1,69 @@
+"""The executable's layout of the weights is exact: padded and packed parameters compute what the canonical ones do."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxvit.buckets import executable as executables
+from jaxvit.buckets.executable import compile_program, weights_of
+from jaxvit.layers.fuse import Weights, Widening, head_halves, mlp_width, parameter_shapes
+from jaxvit.weights.load import load_parameters
+from tests.families import FAMILIES, checkpoint, encoder, picture, relative
+
+
+def test_a_widened_axis_keeps_its_values_in_their_groups():
+    widening = Widening(3, 4, ((r"a\.kernel", 1, (2,)), (r"b\.kernel", 0, ())))
+    kernel = np.arange(12, dtype=np.float32).reshape(2, 6)
+    assert widening.apply("a.kernel", kernel).tolist() == [[0, 1, 2, 0, 3, 4, 5, 0], [6, 7, 8, 0, 9, 10, 11, 0]]
+    assert widening.apply("b.kernel", np.ones((3, 2), np.float32)).tolist() == [[1, 1], [1, 1], [1, 1], [0, 0]]
+    assert widening.apply("c.kernel", kernel) is kernel
+    assert widening.shape("a.kernel", (2, 6)) == (2, 8)
+
+
+def test_only_what_is_needed_grows():
+    assert mlp_width(3420, "up", "down").padded == 3456
+    assert mlp_width(4352, "up", "down").padded == 4352
+    assert head_halves(72, 16, "qkv", "out").padded == 40
+    assert head_halves(80, 16, "qkv", "out").padded == 40
+    assert head_halves(64, 12, "qkv", "out").padded == 32
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_widened_and_packed_weights_compute_what_canonical_ones_do(name: str, monkeypatch):
+    shared = encoder(name)
+    family, device = shared.family, jax.devices()[0]
+    module = nnx.eval_shape(family.module)
+    shapes = parameter_shapes(module)
+    assert any(widening.padded > widening.size for widening in family.widenings()), "the tiny tower has odd sizes"
+
+    def layout(family, module, platform):
+        return Weights.of(shapes, family.widenings())
+
+    monkeypatch.setattr(executables, "weights_of", layout)
+    wide = Weights.of(shapes, family.widenings())
+    stream = load_parameters(checkpoint(name), family.keys, shapes, np.dtype(np.float32))
+    [weights] = wide.pack(stream, lambda array: [jax.device_put(array, device)])
+    dispatcher = shared.dispatcher
+    bucket = dispatcher.ladder.buckets[-1]
+    program = dispatcher.program(bucket, "uint8")
+    widened = compile_program(program, device)
+    pieces = [piece for item in shared.prepare([picture(140, 140), picture(64, 200)]) for piece in item.pieces]
+    rows = np.asarray(widened(weights, program.fill(pieces))[0])
+    monkeypatch.undo()
+    canonical = dispatcher.executable(bucket)
+    expected = np.asarray(canonical(dispatcher.weights[0], canonical.program.fill(pieces))[0])
+    tokens = sum(piece.tokens for piece in pieces)
+    assert sum(array.nbytes for array in weights) > sum(array.nbytes for array in dispatcher.weights[0])
+    assert relative(rows[:tokens], expected[:tokens]) <= 1e-6
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_executable_takes_few_arguments(name: str):
+    family = encoder(name).family
+    module = nnx.eval_shape(family.module)
+    weights = weights_of(family, module, "cpu")
+    assert all(len(shape) > 1 for _, shape in weights.matrices)
+    assert len(weights.matrices) + 1 < len(parameter_shapes(module)) / 2
