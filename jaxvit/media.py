@@ -16,12 +16,12 @@ start, its position put back), a PIL image, a uint8 array, or ``jaxvit.Image(arr
   rounded. 32-bit integers and floats have no known range and are refused.
 - A picture over Pillow's limit (``PIL.Image.MAX_IMAGE_PIXELS``, half of where Pillow itself gives up) is refused before
   it is decoded. The limit is only read here, never set.
-- Cut-off, empty and foreign files are refused, and so are URLs: nothing is ever fetched.
+- Cut-off, empty and foreign files are refused; so are EPS, which would have to be run, and URLs: nothing is fetched.
 
 **Videos.** ``jaxvit.Video(frames)`` takes its frames as they are, never resampled; each is a picture as above, all of
 one size. ``fps`` and ``timestamps`` (seconds, one a frame) only fill ``Item.layout``. ``Video.open(path, fps=...)``
-samples a file as the model family's reference does, and turns its frames as the file says; it needs the extra
-``video``.
+samples a file as the model family's reference does (``fps=None``: at the checkpoint's rate, 2 a second where it names
+none), and turns its frames as the file says; it needs the extra ``video``. ``prune`` is Qwen2.5-VL's.
 
 A refused item raises MediaError, which names its place, what it is and what to do. The caller's arrays are only read.
 """

@@ -72,6 +72,7 @@ def test_random_sizes_are_bit_equal_to_torchvision(kernel: Kernel):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.reference
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_sweep_of_2000_sizes_is_bit_equal_to_torchvision(kernel: Kernel):

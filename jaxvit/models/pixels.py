@@ -22,7 +22,9 @@ def normalisation_table(
     scale = np.float32(1.0 / rescale_factor)
     shift = np.asarray(mean, np.float32) * scale
     width = np.asarray(std, np.float32) * scale
-    return (np.arange(256, dtype=np.float32)[:, None] - shift) / width
+    table = (np.arange(256, dtype=np.float32)[:, None] - shift) / width
+    table.flags.writeable = False
+    return table
 
 
 def recover(

@@ -161,6 +161,7 @@ def test_pixels_of_40_random_sizes_are_bit_equal_to_the_reference():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.reference
 def test_a_sweep_of_pixels_is_bit_equal_to_the_reference():
     compare_pixels(random_sizes(2000, 1.5e6, 5))

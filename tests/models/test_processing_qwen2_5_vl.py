@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,7 @@ def test_pixels_of_40_random_sizes_are_bit_equal_to_the_reference():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.reference
 def test_a_sweep_of_pixels_is_bit_equal_to_the_reference():
     ours = settings()
@@ -246,6 +248,16 @@ def test_rows_stand_cell_by_cell_in_window_order():
         for dx in (0, 1)
     ]
     assert [(int(patch[0]), int(patch[196])) for patch in piece.patches] == expected
+
+
+def test_a_page_of_1080_x_1920_takes_at_most_100_ms_of_one_core():
+    ours, picture = settings(), noise(1080, 1920)
+    taken = []
+    for _ in range(5):
+        start = time.process_time()  # of all threads, so neither other processes nor more cores change it
+        prepare(picture, ours)
+        taken.append(time.process_time() - start)
+    assert min(taken) <= 0.1
 
 
 # Clips
