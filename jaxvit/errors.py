@@ -60,8 +60,24 @@ class CapacityError(JaxvitError, RuntimeError):
     """A piece fits no bucket, or something would have compiled where that was forbidden."""
 
 
+class DeviceError(JaxvitError, RuntimeError):
+    """A device failed while it ran a bucket.
+
+    Attributes:
+        device: its id in ``jax.devices()``.
+    """
+
+    def __init__(self, message: str, device: int):
+        super().__init__(message)
+        self.device = device
+
+
 class StoreError(JaxvitError, RuntimeError):
     """The executable store refuses an entry or a folder."""
+
+
+class OutputError(JaxvitError, ValueError):
+    """The folder that embeddings are written to cannot be used."""
 
 
 class NumericsError(JaxvitError, ArithmeticError):

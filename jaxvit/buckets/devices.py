@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, zip_longest
+from typing import Any, TypeVar
+
+import jax
 
 from jaxvit.buckets.ladder import Ladder
+from jaxvit.errors import DeviceError, JaxvitError
 from jaxvit.models.family import Demand
+
+T = TypeVar("T")
 
 
 def spread(demands: Sequence[Demand], ladder: Ladder, devices: int) -> list[list[int]]:
@@ -27,3 +35,24 @@ def spread(demands: Sequence[Demand], ladder: Ladder, devices: int) -> list[list
         shares[device].append(index)
         loads[device] += costs[index]
     return [sorted(share) for share in shares]
+
+
+def interleave(queues: Sequence[Sequence[T]]) -> list[T]:
+    """One of each device, then the next of each: calls are issued by one thread, and every device gets work early."""
+    absent: Any = object()
+    return [one for one in chain.from_iterable(zip_longest(*queues, fillvalue=absent)) if one is not absent]
+
+
+@contextmanager
+def naming(device: jax.Device) -> Iterator[None]:
+    """An error of the runtime within becomes a DeviceError that names the device."""
+    try:
+        yield
+    except JaxvitError:
+        raise
+    except Exception as error:
+        raise DeviceError(
+            f"device {device.id} ({device.device_kind}) failed: {type(error).__name__}: {error}; encode again, or load "
+            "with other devices or smaller budgets",
+            device.id,
+        ) from error
