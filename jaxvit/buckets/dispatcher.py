@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxvit.buckets import planner
-from jaxvit.buckets.devices import spread
+from jaxvit.buckets.devices import interleave, naming, spread
 from jaxvit.buckets.executable import Executable, Pixels, Program, compile_program
 from jaxvit.buckets.ladder import Ladder, overflow_bucket
 from jaxvit.errors import CapacityError
@@ -32,6 +32,10 @@ COMPILE_STACK = 64 * 2**20
 
 EXACT_CACHE = 16
 """Executables of exact shapes (``bucketed=False``) kept at a time."""
+
+
+Key = tuple[Bucket, Pixels, int]
+"""What an executable is built for; the last is the device's place in the dispatcher's list."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +90,12 @@ class Output:
     call: Call
     embeddings: jax.Array
     finite: jax.Array
+    device: jax.Device
+
+    def host(self, array: jax.Array) -> np.ndarray:
+        """One of the two arrays on the host. An error of the device shows here, when it ran asynchronously."""
+        with naming(self.device):
+            return np.asarray(array)
 
 
 @dataclass
@@ -141,10 +151,8 @@ class Dispatcher:
         self.statistics = Statistics()
         self._lock = threading.Lock()
         self._building: dict[Any, threading.Lock] = defaultdict(threading.Lock)
-        self._ready: dict[Any, Executable] = {}
+        self._ready: dict[Key, Executable] = {}
         self._exact: OrderedDict[Any, Executable] = OrderedDict()
-
-
 
     def plan(self, items: Sequence[Item]) -> Plan:
         """Packs the items' pieces into buckets, each device with its own plan.
@@ -155,16 +163,11 @@ class Dispatcher:
         jobs = [(index, number, piece) for index, item in enumerate(items) for number, piece in enumerate(item.pieces)]
         too_large = [job for job in jobs if not self.ladder.holds(job[2].demand)]
         if too_large and self.on_overflow == "error":
-            index, number, piece = too_large[0]
-            largest = self.ladder.buckets[-1]
-            raise CapacityError(
-                f"item {index}: piece {number} of {piece.rows} patches and {piece.tokens} tokens fits no bucket "
-                f"(the largest holds {largest.patches} patches, {largest.tokens} tokens); "
-                'load with larger budgets or on_overflow="compile"'
-            )
-        calls: list[Call] = []
+            raise self._too_large(*too_large[0])
+        queues: list[list[Call]] = []
         shares = spread([piece.demand for _, _, piece in jobs], self.ladder, len(self.devices))
         for device, share in enumerate(shares):
+            calls: list[Call] = []
             groups: dict[str, list[tuple[int, int, Piece]]] = defaultdict(list)
             for job in (jobs[index] for index in share):
                 if self.ladder.holds(job[2].demand):
@@ -175,7 +178,24 @@ class Dispatcher:
                 for packed in planner.plan([job[2].demand for job in group], self.ladder):
                     bucket = self.ladder.buckets[packed.bucket]
                     calls.append(self._call(bucket, [group[index] for index in packed.pieces], device))
-        return Plan(tuple(calls), tuple(job[:2] for job in too_large))
+            queues.append(calls)
+        return Plan(tuple(interleave(queues)), tuple(job[:2] for job in too_large))
+
+    def refusal(self, index: int, item: Item) -> CapacityError | None:
+        """Why :meth:`plan` would refuse the item, None if it would not."""
+        if self.on_overflow == "error":
+            for number, piece in enumerate(item.pieces):
+                if not self.ladder.holds(piece.demand):
+                    return self._too_large(index, number, piece)
+        return None
+
+    def _too_large(self, index: int, number: int, piece: Piece) -> CapacityError:
+        largest = self.ladder.buckets[-1]
+        return CapacityError(
+            f"item {index}: piece {number} of {piece.rows} patches and {piece.tokens} tokens fits no bucket "
+            f"(the largest holds {largest.patches} patches, {largest.tokens} tokens); "
+            'load with larger budgets or on_overflow="compile"'
+        )
 
     def _call(self, bucket: Bucket, jobs: Sequence[tuple[int, int, Piece]], device: int) -> Call:
         offsets = np.cumsum([0] + [piece.tokens for _, _, piece in jobs[:-1]])
@@ -188,23 +208,35 @@ class Dispatcher:
     # running
 
     def run(self, items: Sequence[Item], plan: Plan) -> list[Output]:
-        """Runs every call of the plan; results stay on the devices."""
+        """Issues every call of the plan, in its order; results stay on the devices, which run at the same time.
+
+        Raises:
+            DeviceError: names the device that failed. The calls after it are not issued.
+        """
         with self._lock:
             for index, number in plan.overflows:
                 self._count_overflow(items[index].pieces[number])
+        keys = dict.fromkeys((call.bucket, call.pixels, call.device) for call in plan.calls)
+        missing = [key for key in keys if key not in self._ready]
+        if len(missing) > 1:
+            for _ in self._built(missing):
+                pass
         return [self._run(call, [items[slot.item].pieces[slot.piece] for slot in call.slots]) for call in plan.calls]
 
     def _run(self, call: Call, pieces: Sequence[Piece]) -> Output:
         executable = self.executable(call.bucket, call.pixels, call.device)
         start = time.perf_counter()
-        embeddings, finite = executable(self.weights[call.device], executable.program.fill(pieces))
+        device = self.devices[call.device]
+        arrays = executable.program.fill(pieces)
+        with naming(device):
+            embeddings, finite = executable(self.weights[call.device], arrays)
         with self._lock:
             counts = self.statistics.buckets[call.bucket]
             counts.calls += 1
             counts.pieces += len(pieces)
             counts.patches += call.patches
             counts.seconds += time.perf_counter() - start
-        return Output(call, embeddings, finite)
+        return Output(call, embeddings, finite, device)
 
     def run_exact(self, items: Sequence[Item]) -> list[Output]:
         """Every piece alone, in its exact shape, without padding: the path the buckets are compared with."""
@@ -213,7 +245,8 @@ class Dispatcher:
             for number, piece in enumerate(item.pieces):
                 executable = self._exact_executable(piece)
                 call = self._call(executable.program.bucket, [(index, number, piece)], 0)
-                outputs.append(Output(call, *executable(self.weights[0], executable.program.fill([piece]))))
+                arrays = executable.program.fill([piece])
+                outputs.append(Output(call, *executable(self.weights[0], arrays), self.devices[0]))
         return outputs
 
     # executables
@@ -273,21 +306,21 @@ class Dispatcher:
             progress: called as each bucket is ready.
         """
         chosen = [bucket for bucket in self.ladder.buckets if up_to is None or bucket.tokens <= up_to]
-        jobs = [(bucket, device) for bucket in chosen for device in range(len(self.devices))]
+        keys: list[Key] = [(bucket, "uint8", device) for bucket in chosen for device in range(len(self.devices))]
+        for (bucket, _, device), executable in self._built(keys):
+            arrays = executable.program.fill(self.family.example(bucket))
+            for _ in range(WARM_CALLS):
+                jax.block_until_ready(executable(self.weights[device], arrays))
+            if progress:
+                progress(bucket, executable)
 
-        def build(job: tuple[Bucket, int]) -> Executable:
-            return self.executable(job[0], device=job[1])
-
+    def _built(self, keys: Sequence[Key]) -> Iterator[tuple[Key, Executable]]:
+        """Executables in order, built in parallel threads."""
         # XLA recurses deeply on unrolled towers, and threads start with a smaller stack than the main one.
         previous = threading.stack_size(COMPILE_STACK)
         try:
-            with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1) or 1, "jaxvit-compile") as pool:
-                for (bucket, device), executable in zip(jobs, pool.map(build, jobs), strict=True):
-                    arrays = executable.program.fill(self.family.example(bucket))
-                    for _ in range(WARM_CALLS):
-                        jax.block_until_ready(executable(self.weights[device], arrays))
-                    if progress:
-                        progress(bucket, executable)
+            with ThreadPoolExecutor(min(len(keys), os.cpu_count() or 1) or 1, "jaxvit-compile") as pool:
+                yield from zip(keys, pool.map(lambda key: self.executable(*key), keys), strict=True)
         finally:
             threading.stack_size(previous)
 
