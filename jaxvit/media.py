@@ -87,6 +87,11 @@ class Video:
 
 def as_sequence(media: Any) -> list[Any]:
     """The items of a call: those of a list, tuple or other iterable, or the one item that was passed."""
+    return list(as_iterable(media))
+
+
+def as_iterable(media: Any) -> Iterable[Any]:
+    """The same without reading it: a stream may have no end."""
     single = (str, bytes, bytearray, memoryview, os.PathLike, np.ndarray, PIL.Image.Image, Image, Video, Item)
     if media is None or isinstance(media, single) or hasattr(media, "read") or not isinstance(media, Iterable):
         return [media]
@@ -94,7 +99,7 @@ def as_sequence(media: Any) -> list[Any]:
         raise MediaError("a mapping is no item; a Hugging Face processor's output goes through encoder.items(...)")
     if hasattr(media, "__array__"):
         return [media]
-    return list(media)
+    return media
 
 
 def decode(medium: Any, index: int | None = None, sample: Sampler | None = None) -> np.ndarray | Video | Item:
