@@ -186,6 +186,32 @@ class Encoder:
         outputs = self.dispatcher.run(items, plan) if plan is not None else self.dispatcher.run_exact(items)
         return Encodings(self.family, results, order, outputs, plan, self.dtype if out_dtype is None else out_dtype)
 
+    def encode_iter(
+        self, media: Any, *, on_error: OnError = "raise", out_dtype: str | None = "float32", lookahead: int = 1024
+    ) -> Iterator[np.ndarray | Exception]:
+        """Embeds a stream of media: reads ahead, prepares in threads, packs items together, yields in order.
+
+        Nothing of the iterable is read before the first array is asked for, and only the caller's thread reads it.
+
+        Args:
+            media: any iterable of what :meth:`encode` takes, such as a generator; it may have no end.
+            on_error: "raise": a bad item's error is raised in its place, after the arrays of all items before it, and
+                ends the stream; "return": the error is yielded in its place. What the iterable itself raises is raised.
+            out_dtype: dtype of the arrays; None keeps the compute dtype.
+            lookahead: most items read and not yet yielded. It bounds how long an array waits for others to fill its
+                bucket: give a small number for a slow source. Memory is bounded beside it, by four of the largest
+                buckets on every device, or one item where that is larger.
+        Yields:
+            One array [tokens, hidden] an item, in order.
+        """
+        from jaxvit.stream import Stream, encode_iter
+
+        _check_choice("on_error", on_error, ("raise", "return"))
+        if isinstance(lookahead, bool) or not isinstance(lookahead, int) or lookahead < 1:
+            raise ValueError(f"lookahead is {lookahead!r}; give a number of items, at least 1")
+        dtype = self.dtype if out_dtype is None else out_dtype
+        return encode_iter(Stream(self, media, dtype=dtype, lookahead=lookahead), on_error)
+
     def intermediates(self, item: Item) -> list[dict[str, np.ndarray]]:
         """For each piece, the named intermediates of the exact path: name -> float32 [rows, features]."""
         return [self.dispatcher.intermediates(piece) for piece in item.pieces]
@@ -276,15 +302,7 @@ class Encodings(Sequence):
     def _checked(self, index: int) -> list[tuple[int, int, int]]:
         """The item's (output, offset, tokens), piece by piece, once they are known to be finite."""
         places = [place for _, place in sorted(self._places[index].items())]
-        for number, offset, tokens in places:
-            output = self._outputs[number]
-            finite = output.host(output.finite)[offset : offset + tokens]
-            if not finite.all():
-                raise NumericsError(
-                    f"item {index}: {int((~finite).sum())} of {tokens} embeddings are not finite; "
-                    'the weights overflow on it: check the checkpoint, or load with dtype="float32"',
-                    index,
-                )
+        check_finite(index, [(self._outputs[number], offset, tokens) for number, offset, tokens in places])
         return places
 
     def _fetch(self, number: int) -> np.ndarray:
@@ -292,6 +310,18 @@ class Encodings(Sequence):
             output = self._outputs[number]
             self._host[number] = output.host(output.embeddings)
         return self._host[number]
+
+
+def check_finite(item: int, places: Sequence[tuple[Output, int, int]]) -> None:
+    """Waits for an item's (output, offset, tokens); NumericsError unless all of its rows are finite."""
+    for output, offset, tokens in places:
+        finite = output.host(output.finite)[offset : offset + tokens]
+        if not finite.all():
+            raise NumericsError(
+                f"item {item}: {int((~finite).sum())} of {tokens} embeddings are not finite; "
+                'the weights overflow on it: check the checkpoint, or load with dtype="float32"',
+                item,
+            )
 
 
 def _devices(devices: str | Sequence[jax.Device] | None) -> list[jax.Device]:

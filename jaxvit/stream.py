@@ -1,0 +1,214 @@
+"""Streams: any iterable of media -> embeddings in input order, read ahead, prepared in threads, packed across items.
+
+The caller's thread alone reads the iterable, plans and issues calls; a pool of threads prepares. What is packed with
+what depends on the items and their order, never on time, so the same stream gives the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxvit import media as _media
+from jaxvit.buckets.dispatcher import Call, Output, Plan
+from jaxvit.encoder import Encoder, check_finite
+from jaxvit.errors import JaxvitError, NumericsError
+from jaxvit.models.family import Item, Piece
+
+LOOKAHEAD = 1024
+"""Items read and not yet yielded, at most."""
+BATCH = 2
+"""Prepared pieces run once they would fill so many of the largest buckets on every device; twice as many are held."""
+FULL = 0.95
+"""A call this full on some axis is not held back for pieces to come."""
+THREADS = 32
+"""Threads that prepare, at most."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """One item on its way through the stream.
+
+    Attributes:
+        index: position in the stream.
+        prepared: what a thread is making of the medium.
+        item: what was made, None while it is not, or where that failed.
+        error: why there is no array.
+        places: piece -> (output, offset, tokens) of the call that it runs in.
+        array: [tokens, width], once the entry is handed out.
+    """
+
+    index: int
+    prepared: Future[Any] | None = None
+    item: Item | None = None
+    error: Exception | None = None
+    places: dict[int, tuple[Output, int, int]] = field(default_factory=dict)
+    array: np.ndarray | None = None
+
+    @property
+    def issued(self) -> bool:
+        return self.error is not None or (self.item is not None and len(self.places) == len(self.item.pieces))
+
+    @property
+    def patches(self) -> int:
+        return self.item.num_patches if self.item else 0
+
+
+class Stream:
+    """One pass over an iterable of media.
+
+    Args:
+        media: what ``Encoder.encode`` takes, in any iterable; it may have no end.
+        dtype: of the arrays.
+        lookahead: most items read and not yet handed out.
+        cut: asked for every entry in order, as soon as it is prepared: does the packing end behind it?
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        media: Any,
+        *,
+        dtype: str,
+        lookahead: int = LOOKAHEAD,
+        cut: Callable[[Entry], bool] = lambda entry: False,
+    ):
+        self.encoder, self.dispatcher, self.cut, self.lookahead = encoder, encoder.dispatcher, cut, lookahead
+        self.dtype = np.dtype(jnp.dtype(dtype))
+        self.source: Iterator[Any] | None = iter(_media.as_iterable(media))
+        largest = max(bucket.patches for bucket in self.dispatcher.ladder)
+        self.batch = BATCH * largest * len(self.dispatcher.devices)
+        self.read = self.held = self.waiting = self.run = self.room = 0
+        self.unprepared: deque[Entry] = deque()
+        self.entries: deque[Entry] = deque()
+        self.pending: list[tuple[Entry, int]] = []
+
+    @property
+    def fill(self) -> float:
+        """Share of the patches run that were real, so far."""
+        return self.run / self.room if self.room else 0.0
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Entries in order, each with its array or its error."""
+        threads = min(os.cpu_count() or 1, THREADS)
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="jaxvit-stream")
+        try:
+            while True:
+                self._read(pool, 2 * threads)
+                if self.unprepared and self.held < 2 * self.batch:
+                    self._take(self.unprepared.popleft())
+                elif self.entries and self.entries[0].issued:
+                    yield self._finish(self.entries.popleft())
+                elif self.entries:
+                    self._issue(everything=self.source is None and not self.unprepared)
+                else:
+                    return
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, pool: ThreadPoolExecutor, most: int) -> None:
+        """Hands media to the pool, up to ``most`` at a time. An error of the iterable takes the place of an item."""
+        while len(self.unprepared) < most and len(self.unprepared) + len(self.entries) < self.lookahead:
+            if self.source is None:
+                return
+            entry = Entry(self.read)
+            try:
+                entry.prepared = pool.submit(self._prepare, self.read, next(self.source))
+            except StopIteration:
+                self.source = None
+                return
+            except Exception as error:
+                self.source, entry.error = None, error
+            self.unprepared.append(entry)
+            self.read += 1
+
+    def _prepare(self, index: int, medium: Any) -> Item | Exception:
+        try:
+            found = self.encoder._prepare_one(index, medium)
+        except Exception as error:
+            return error
+        return found if isinstance(found, Exception) else self.dispatcher.refusal(index, found) or found
+
+    def _take(self, entry: Entry) -> None:
+        """Waits until the entry is prepared; runs what is pending once it is enough."""
+        if entry.prepared is not None:
+            found, entry.prepared = entry.prepared.result(), None
+            if isinstance(found, Exception):
+                entry.error = found
+            else:
+                entry.item = found
+                self.pending += [(entry, number) for number in range(len(found.pieces))]
+        self.entries.append(entry)
+        self.held += entry.patches
+        self.waiting += entry.patches
+        if self.cut(entry):
+            self._issue(everything=True)
+        elif self.waiting >= self.batch:
+            self._issue(everything=False)
+
+    def _issue(self, everything: bool) -> None:
+        """Runs pending pieces; unless everything is to run, each device's emptiest call waits for pieces to fill it."""
+        pieces = [entry.item.pieces[number] for entry, number in self.pending if entry.item]
+        singles = [Item((piece,), (piece.grid,), piece.tokens) for piece in pieces]
+        plan = self.dispatcher.plan(singles)
+        late = [] if everything else self._late(plan, pieces)
+        calls = tuple(call for call in plan.calls if call not in late)
+        issued = {slot.item for call in calls for slot in call.slots}
+        overflows = tuple(one for one in plan.overflows if one[0] in issued)
+        for output in self.dispatcher.run(singles, replace(plan, calls=calls, overflows=overflows)):
+            output.embeddings.copy_to_host_async()
+            for slot in output.call.slots:
+                entry, number = self.pending[slot.item]
+                entry.places[number] = (output, slot.offset, slot.tokens)
+            self.run += output.call.patches
+            self.room += output.call.bucket.patches
+        self.pending = [one for index, one in enumerate(self.pending) if index not in issued]
+        self.waiting -= sum(pieces[index].rows for index in issued)
+
+    def _late(self, plan: Plan, pieces: Sequence[Piece]) -> list[Call]:
+        """The emptiest call of each device that has several, unless it is full, overflows or holds the oldest piece."""
+        several = Counter(call.device for call in plan.calls)
+        emptiest: dict[int, tuple[float, Call]] = {}
+        for call in plan.calls:
+            if several[call.device] == 1:
+                continue
+            demands = [pieces[slot.item].demand for slot in call.slots]
+            taken = [sum(axis) for axis in zip(*demands, strict=True)]
+            full = max(need / room for need, room in zip(taken, call.bucket.capacity, strict=True) if room)
+            kept = call.slots[0].item == 0 or (call.slots[0].item, 0) in plan.overflows
+            if not kept and full < min(FULL, emptiest.get(call.device, (FULL,))[0]):
+                emptiest[call.device] = (full, call)
+        return [call for _, call in emptiest.values()]
+
+    def _finish(self, entry: Entry) -> Entry:
+        """Waits for the entry's calls and puts its rows together."""
+        self.held -= entry.patches
+        if entry.item and not entry.error:
+            try:
+                places = [entry.places[number] for number in range(len(entry.item.pieces))]
+                check_finite(entry.index, places)
+                rows = [output.host(output.embeddings)[offset : offset + tokens] for output, offset, tokens in places]
+                array, _ = self.encoder.family.finish(entry.item, np.concatenate(rows))
+                entry.array = array.astype(self.dtype, copy=False)
+            except NumericsError as error:
+                entry.error = error
+        entry.places = {}
+        return entry
+
+
+def encode_iter(stream: Stream, on_error: str) -> Iterator[np.ndarray | Exception]:
+    """The arrays of a stream; an item's error is handed out in its place, or raised there."""
+    for entry in stream:
+        if entry.error is None:
+            yield entry.array
+        elif on_error == "return" and isinstance(entry.error, JaxvitError):
+            yield entry.error
+        else:
+            raise entry.error
