@@ -5,7 +5,8 @@ A resampling is linear and separable: a patch's position is the table weighed by
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import add
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -98,9 +99,7 @@ def gather_by_axis(
 
     def along_x(row: int) -> Array:
         entries = index[:, 0, row] * table.shape[1]
-        return sum(
-            weight[:, 1, column, None] * flat.at[entries + index[:, 1, column]].get(mode="clip").astype(jnp.float32)
-            for column in taps
-        )
+        read = (flat.at[entries + index[:, 1, column]].get(mode="clip").astype(jnp.float32) for column in taps)
+        return reduce(add, (weight[:, 1, column, None] * entry for column, entry in enumerate(read)))
 
-    return sum(weight[:, 0, row, None] * along_x(row) for row in taps)
+    return reduce(add, (weight[:, 0, row, None] * along_x(row) for row in taps))

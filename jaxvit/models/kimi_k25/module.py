@@ -7,6 +7,8 @@ segment; the four patches of a token are neighbouring rows (see ``layout.py``), 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
+from operator import add
 
 import jax.numpy as jnp
 import numpy as np
@@ -114,7 +116,5 @@ def mean_over_frames(
     weight: Float32[Array, "tokens frames"],
 ) -> Float32[Array, "tokens cell hidden"]:
     """For each token the weighted sum of its cells, one a frame; a slot of weight 0 names a cell of the same piece."""
-    return sum(
-        weight[:, frame, None, None] * cells.at[index[:, frame]].get(mode="clip").astype(jnp.float32)
-        for frame in range(index.shape[1])
-    )
+    read = (cells.at[index[:, frame]].get(mode="clip").astype(jnp.float32) for frame in range(index.shape[1]))
+    return reduce(add, (weight[:, frame, None, None] * cell for frame, cell in enumerate(read)))
