@@ -1,0 +1,1 @@
+"""The commands of ``jaxvit``, a module each; ``options`` and ``console`` hold what they share."""

@@ -1,0 +1,109 @@
+"""Arguments and options that several commands take, and what is made of them."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxvit.commands.console import progress
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+Model = Annotated[str, typer.Argument(help="Folder with a Hugging Face snapshot, or a hub id.", show_default=False)]
+Images = Annotated[
+    list[Path], typer.Argument(help="Pictures; a folder stands for the pictures in it.", show_default=False)
+]
+ComputeDtype = Annotated[Dtype | None, typer.Option("--dtype", help="Compute dtype (default: the checkpoint's).")]
+Budgets = Annotated[
+    str | None,
+    typer.Option(
+        "--budgets", help="Output tokens of each bucket, such as 256,1024,4096, or a ladder file.", show_default=False
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="A processing setting that beats the checkpoint's, such as max_pixels=1003520."),
+]
+StoreFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--store",
+        help="Folder of compiled executables (default: JAXVIT_STORE, else the user's cache).",
+        show_default=False,
+    ),
+]
+
+
+def load(
+    model: str,
+    dtype: Dtype | None = None,
+    budgets: str | None = None,
+    settings: list[str] | None = None,
+    **options: Any,
+) -> Any:
+    """An encoder from the options that the commands share, and others of ``jaxvit.load``."""
+    import jaxvit
+
+    with progress(f"loading {model}"):
+        return jaxvit.load(
+            model,
+            dtype=dtype.value if dtype else None,
+            budgets=budgets_of(budgets),
+            processor=settings_of(settings),
+            **options,
+        )
+
+
+def budgets_of(text: str | None) -> list[int] | str | None:
+    """The value of ``--budgets`` as ``jaxvit.load`` takes it."""
+    if text is None or not all(part.strip().lstrip("-").isdigit() for part in text.split(",")):
+        return text
+    return [int(part) for part in text.split(",")]
+
+
+def settings_of(pairs: list[str] | None) -> dict[str, Any]:
+    """The values of ``--set`` as ``jaxvit.load`` takes them."""
+    settings: dict[str, Any] = {}
+    for pair in pairs or []:
+        name, equals, value = pair.partition("=")
+        if not (name and equals):
+            raise typer.BadParameter(f"{pair!r} is not of the form name=value", param_hint="--set")
+        try:
+            settings[name] = json.loads(value)
+        except json.JSONDecodeError:
+            settings[name] = value
+    return settings
+
+
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
+
+
+def pictures(paths: list[Path]) -> list[Path]:
+    """Folders replaced by the pictures in them, sorted by name."""
+    found: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            found.append(path)
+            continue
+        inside = sorted(one for one in path.iterdir() if one.suffix.lower() in SUFFIXES)
+        if not inside:
+            raise typer.BadParameter(f"no pictures in {path} (looked for {', '.join(sorted(SUFFIXES))})")
+        found += inside
+    return found
+
+
+def writable(path: Path, *suffixes: str) -> Path:
+    """An output file whose name and folder will do, known before any work is done."""
+    if path.suffix.lower() not in suffixes:
+        raise typer.BadParameter(f"{path} must end in {' or '.join(suffixes)}", param_hint="--output")
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"the folder {path.parent} does not exist", param_hint="--output")
+    return path
