@@ -100,6 +100,7 @@ class Program:
 
         module = bind(self.module, self.weights.unpack(weights))
         out = module(named, {reach: attend(reach) for reach in self.family.segment_sets}, probe)
+        out = out[: self.bucket.tokens]  # patches are rounded up to the kernel's block, and so may be the tokens
         return out, jnp.isfinite(out).all(-1)
 
     def lower(self, device: jax.Device, probe: Probe = no_probe) -> jax.stages.Lowered:
