@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +19,8 @@ import numpy as np
 
 from jaxvit import media as _media
 from jaxvit.buckets.dispatcher import Call, Output, Plan
-from jaxvit.encoder import Encoder, check_finite
+from jaxvit.encoder import Encoder
+from jaxvit.encodings import check_finite
 from jaxvit.errors import JaxvitError, NumericsError
 from jaxvit.models.family import Item, Piece
 
@@ -95,7 +97,7 @@ class Stream:
         """Share of the patches run that were real, so far."""
         return self.run / self.room if self.room else 0.0
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Generator[Entry, None, None]:
         """Entries in order, each with its array or its error."""
         threads = min(os.cpu_count() or 1, THREADS)
         pool = ThreadPoolExecutor(threads, thread_name_prefix="jaxvit-stream")
@@ -205,10 +207,11 @@ class Stream:
 
 def encode_iter(stream: Stream, on_error: str) -> Iterator[np.ndarray | Exception]:
     """The arrays of a stream; an item's error is handed out in its place, or raised there."""
-    for entry in stream:
-        if entry.error is None:
-            yield entry.array
-        elif on_error == "return" and isinstance(entry.error, JaxvitError):
-            yield entry.error
-        else:
-            raise entry.error
+    with closing(iter(stream)) as entries:
+        for entry in entries:
+            if entry.error is None:
+                yield entry.array
+            elif on_error == "return" and isinstance(entry.error, JaxvitError):
+                yield entry.error
+            else:
+                raise entry.error
