@@ -9,9 +9,11 @@ import typer
 from rich.markup import escape
 
 from jaxvit.commands.compare import compare
+from jaxvit.commands.compile import compile
 from jaxvit.commands.console import Talk, stderr
 from jaxvit.commands.demo import demo
 from jaxvit.commands.encode import encode
+from jaxvit.commands.inspect import inspect
 
 app = typer.Typer(
     name="jaxvit",
@@ -22,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, encode, compare):
+for command in (demo, encode, compare, compile, inspect):
     app.command()(command)
 
 

@@ -176,3 +176,26 @@ def test_compare_exits_with_1_when_an_item_differs(
     outcome = run("compare", model, photos["chelsea"], "--exact", *SMALL)
     assert outcome.code == 1
     assert "0 of 1 items equal the reference" in outcome.out
+
+
+def test_compile_fills_the_store_and_a_second_run_compiles_nothing(run: Run, model: Path, tmp_path: Path) -> None:
+    arguments = ("compile", model, "--budgets", "16,32", "--store", tmp_path / "store", "--dtype", "float32")
+    first, second = run(*arguments), run(*arguments)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert first.out.count("compiled") == 2
+    assert second.out.count("from the store") == 2
+    assert "compiled" not in second.out
+    assert run(*arguments, "--quiet") == Outcome(0, "", "")
+
+
+def test_inspect_tells_checkpoint_buckets_and_machine(run: Run, model: Path) -> None:
+    outcome = run("inspect", model, "--budgets", "16,32")
+    assert outcome.code == 0, outcome.err
+    for text in ("qwen2_5_vl", "54 tensors", "hidden_size 64", "16", "32", "dense: yes", "jaxlib"):
+        assert text in outcome.out
+
+
+def test_inspect_as_json_is_json(run: Run, model: Path) -> None:
+    found = json.loads(run("inspect", model, "--budgets", "16,32", "--json").out)
+    assert [rung["bucket"]["tokens"] for rung in found["ladder"]["buckets"]] == [16, 32]
+    assert found["machine"]["versions"]["jaxvit"] == "0.1.0"
