@@ -252,6 +252,10 @@ class Family(ABC):
     def keys(self) -> Any:
         """The key table: anchored pattern of a tensor's name -> parameter path and transform."""
 
+    def cells(self, piece: Piece) -> np.ndarray:
+        """int [cells]: the merged cell, row-major in its frame, that stands at each place of a frame's patches."""
+        return np.arange(piece.grid[1] * piece.grid[2] // self.merge**2)
+
     def finish(self, item: Item, embeddings: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """The item's embeddings after pruning, and the kept positions (None when nothing was pruned)."""
         return embeddings, None

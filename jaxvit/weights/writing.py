@@ -16,6 +16,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import safe_open
 
 from jaxvit.weights.files import INDEX, SINGLE, read_header
 
@@ -23,6 +24,8 @@ Shape = tuple[int, ...]
 STD = 0.02
 DTYPES = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "I32": np.int32}
 CHUNK = 2**20
+RANDOM = {"format": "pt", "weights": "random"}
+"""Metadata of the files that are written here: pictures and reports made with such weights say so."""
 
 
 def draw(name: str, shape: Shape, *, seed: int = 0, outliers: bool = False) -> np.ndarray:
@@ -96,6 +99,15 @@ def digest(folder: Path) -> str:
     return result.hexdigest()
 
 
+def is_random(folder: Path) -> bool:
+    """Whether a folder's weights say of themselves that they were drawn here. Others may be random without saying so."""
+    found = sorted(Path(folder).glob("*.safetensors"))
+    if not found:
+        return False
+    with safe_open(found[0], "numpy") as file:
+        return (file.metadata() or {}).get("weights") == RANDOM["weights"]
+
+
 def _draw(name: str, shape: Shape, seed: int, outliers: bool) -> Iterator[np.ndarray]:
     """A tensor's elements, flat, a chunk at a time."""
     key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")
@@ -144,7 +156,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _write(path: Path, tensors: Mapping[str, Shape], seed: int, dtype: str, outliers: bool) -> None:
     """A safetensors file, drawn and written a chunk at a time, and moved into place when it is whole."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": RANDOM}
     end = 0
     for name, shape in tensors.items():
         start, end = end, end + prod(shape) * _itemsize(name, dtype)

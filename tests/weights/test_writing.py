@@ -4,7 +4,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxvit.weights import writing
 
@@ -75,3 +75,11 @@ def test_sharding_changes_nothing_but_the_files(tmp_path):
         assert tensor in load_file(folders[2] / shard)
     sizes = [(folders[2] / name).stat().st_size for name in names]
     assert max(sizes) < sum(sizes) / 2
+
+
+def test_files_written_here_say_that_their_weights_are_random(tmp_path):
+    assert not writing.is_random(tmp_path)
+    save_file({"a": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    assert not writing.is_random(tmp_path)
+    writing.write_checkpoint(tmp_path, {}, {"a": (2,)})
+    assert writing.is_random(tmp_path)

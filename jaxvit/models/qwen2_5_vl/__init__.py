@@ -92,6 +92,9 @@ class Qwen25VL(Family):
     def module(self) -> VisionTower:
         return VisionTower(self.config)
 
+    def cells(self, piece: Piece) -> np.ndarray:
+        return layout.of_piece(piece, self.config).order
+
     def finish(self, item: Item, embeddings: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         if not item.prune:
             return embeddings, None
