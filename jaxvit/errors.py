@@ -34,8 +34,9 @@ class MediaError(JaxvitError, ValueError):
     def collect(cls, errors: Mapping[int, Exception]) -> MediaError:
         """One error for all bad items of a call."""
         first = min(errors)
-        if len(errors) == 1 and isinstance(errors[first], MediaError):
-            return errors[first]
+        error = errors[first]
+        if len(errors) == 1 and isinstance(error, MediaError):
+            return error
         lines = "\n  ".join(str(errors[index]) for index in sorted(errors))
         return cls(f"{len(errors)} items cannot be encoded, nothing ran:\n  {lines}", first, errors)
 

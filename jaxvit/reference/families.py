@@ -58,7 +58,7 @@ class Qwen25VL(Reference):
 
         raw = dict(files["config.json"]["vision_config"])
         raw["in_channels"] = raw.get("in_channels", raw.get("in_chans", 3))
-        config = Qwen2_5_VLVisionConfig(**known(raw, Qwen2_5_VLVisionConfig))
+        config: Any = Qwen2_5_VLVisionConfig(**known(raw, Qwen2_5_VLVisionConfig))
         weights = {name.split("visual.", 1)[1]: value for name, value in tensors(folder, self.parts).items()}
         self.model = filled(modeling.Qwen2_5_VisionTransformerPretrainedModel, config, weights, options)
         self.merge = config.spatial_merge_size
@@ -120,7 +120,7 @@ class KimiK25(Reference):
         vision = {_KIMI_NAMES.get(name) or name: value for name, value in root["vision_config"].items()}
         tower = known(vision, Kimi_K25VisionConfig)
         width = vision.get("text_hidden_size") or root["text_config"]["hidden_size"]
-        config = Kimi_K25Config(
+        config: Any = Kimi_K25Config(
             text_config={"model_type": "deepseek_v3", "hidden_size": width, "num_hidden_layers": 0, "vocab_size": 1},
             vision_config=tower,
             projection_hidden_size=Kimi_K25VisionConfig(**tower).hidden_size,
@@ -208,7 +208,7 @@ class Lfm2VL(Reference):
         vision |= {"num_hidden_layers": layers, "vision_use_head": False, "model_type": "siglip2_vision_model"}
         dropped = tuple(f".layers.{layers + i}." for i in range(skipped))
         text = {"model_type": "lfm2", "hidden_size": root["text_config"]["hidden_size"]}
-        config = Lfm2VlConfig(
+        config: Any = Lfm2VlConfig(
             text_config={**text, "num_hidden_layers": 0, "layer_types": [], "vocab_size": 1},
             vision_config=vision,
             **{name: value for name, value in root.items() if name.startswith("projector_")},

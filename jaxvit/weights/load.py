@@ -115,7 +115,7 @@ def plan(
             faults[name] = f"there is no parameter {path} in this configuration (another depth than config.json says?)"
         elif path is not None and (fault := _shape_fault(key, stored, shapes[path])):
             faults[name] = fault
-        if path in shapes:
+        if key is not None and path is not None and path in shapes:
             sources[path].append(Source(name, key, stored, scale))
     for path in shapes:
         faults |= _gaps(path, sources[path], spelling, table, faults)
@@ -282,7 +282,7 @@ def _cast(file: FileIO, stored: Stored, result: np.ndarray) -> None:
 
 
 def _fill(file: FileIO, stored: Stored, array: np.ndarray) -> None:
-    view = memoryview(array.view(np.uint8))
+    view = array.view(np.uint8).data
     while view:
         count = file.readinto(view)
         if not count:
