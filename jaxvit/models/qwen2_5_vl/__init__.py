@@ -14,6 +14,7 @@ from jaxvit.models.family import Bucket, Buffer, Family, Item, Piece, rectangles
 from jaxvit.models.qwen2_5_vl import keys, layout, processing
 from jaxvit.models.qwen2_5_vl.config import Config
 from jaxvit.models.qwen2_5_vl.module import VisionTower
+from jaxvit.weights.keys import KeyTable
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,6 @@ class Qwen25VL(Family):
 
     name: ClassVar[str] = "qwen2_5_vl"
     segment_sets: ClassVar[tuple[str, ...]] = ("full", "window")
-    keys: ClassVar = keys.TABLE
 
     config: Config
     settings: processing.Settings
@@ -46,6 +46,10 @@ class Qwen25VL(Family):
     @property
     def channels(self) -> np.ndarray:
         return self.settings.channels
+
+    @property
+    def keys(self) -> KeyTable:
+        return keys.TABLE
 
     def budget_range(self) -> tuple[int, int]:
         return self.settings.budget_range()
