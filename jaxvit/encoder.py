@@ -8,9 +8,8 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +18,11 @@ from flax import nnx
 
 from jaxvit import media as _media
 from jaxvit.buckets import ladder as _ladder
-from jaxvit.buckets.dispatcher import Dispatcher, Output, Plan
+from jaxvit.buckets.dispatcher import Dispatcher, Plan
 from jaxvit.buckets.executable import compile_program, weights_of
 from jaxvit.buckets.store import Store
-from jaxvit.errors import MediaError, NumericsError
+from jaxvit.encodings import Encodings, OnError
+from jaxvit.errors import CapacityError, DependencyError, JaxvitError, MediaError
 from jaxvit.layers import attention as _attention
 from jaxvit.layers.fuse import parameter_shapes
 from jaxvit.models import family_of
@@ -32,8 +32,6 @@ from jaxvit.weights.files import read_config_files
 from jaxvit.weights.load import dtype_of, load_parameters
 
 log = logging.getLogger("jaxvit")
-
-OnError = Literal["raise", "return"]
 
 
 def load(
@@ -67,6 +65,7 @@ def load(
     placed = _devices(devices)
     _check_choice("on_overflow", on_overflow, ("compile", "error"))
     _check_choice("attention", attention, ("auto", *_attention.BACKENDS))
+    model = model if isinstance(model, str) else Path(model)
     folder = hub.snapshot(model)
     files = read_config_files(folder)
     family = family_of(files, processor)
@@ -107,6 +106,7 @@ class Encoder:
     ):
         self.family, self.ladder, self.dtype = family, ladder, dtype
         self.dispatcher = Dispatcher(family, ladder, dtype, devices, weights, **options)
+        self._pool: ThreadPoolExecutor | None = None
         self._pool_lock = threading.Lock()
 
     @property
@@ -116,39 +116,51 @@ class Encoder:
 
     # media -> items
 
-    def prepare(self, media: Any, *, on_error: OnError = "raise") -> list[Item]:
+    @overload
+    def prepare(self, media: Any, *, on_error: Literal["raise"] = "raise") -> list[Item]: ...
+    @overload
+    def prepare(self, media: Any, *, on_error: Literal["return"]) -> list[Item | JaxvitError]: ...
+    def prepare(self, media: Any, *, on_error: OnError = "raise") -> Any:
         """Decodes, resizes and cuts media into items; token counts are known from here on.
 
         Args:
             media: one item or a sequence: see :mod:`jaxvit.media` for what is accepted.
             on_error: "raise" lists every bad index in one MediaError; "return" puts the error in the item's place.
+        Raises:
+            MediaError: items cannot be used. DependencyError: one needs an optional extra.
         """
         _check_choice("on_error", on_error, ("raise", "return"))
         sequence = _media.as_sequence(media)
-        threads = min(len(sequence), os.cpu_count() or 1)
-        if threads > 1:
-            results = list(self._pool.map(self._prepare_one, range(len(sequence)), sequence))
+        if len(sequence) > 1 and (os.cpu_count() or 1) > 1:
+            results = list(self._threads().map(self._prepare_one, range(len(sequence)), sequence))
         else:
             results = [self._prepare_one(index, medium) for index, medium in enumerate(sequence)]
         errors = {index: result for index, result in enumerate(results) if isinstance(result, Exception)}
         if errors and on_error == "raise":
-            raise MediaError.collect(errors)
-        return results  # pyright: ignore[reportReturnType]
+            others = [error for error in errors.values() if not isinstance(error, MediaError)]
+            raise others[0] if others else MediaError.collect(errors)
+        return results
 
-    def _prepare_one(self, index: int, medium: Any) -> Item | MediaError:
+    def _prepare_one(self, index: int, medium: Any) -> Item | JaxvitError:
         try:
-            if isinstance(medium, Item):
-                return medium
             decoded = _media.decode(medium, index, self.family.sample_frames)
+            if isinstance(decoded, Item):
+                if not decoded.pieces:
+                    raise MediaError("an Item without pieces: leave it out")
+                return decoded
             if isinstance(decoded, _media.Video):
                 return self.family.prepare_video(decoded.frames, decoded.fps, decoded.timestamps, decoded.prune)
             return self.family.prepare(decoded)
         except MediaError as error:
             return error.at(index)
+        except DependencyError as error:
+            return DependencyError(f"item {index}: {error}")
 
-    @cached_property
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="jaxvit-prepare")
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._pool_lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="jaxvit-prepare")
+            return self._pool
 
     def items(self, inputs: Mapping[str, Any], *, pieces_per_item: Sequence[int] | None = None) -> list[Item]:
         """Items from the output of the family's Hugging Face processor.
@@ -173,18 +185,36 @@ class Encoder:
         Args:
             media: one item or a sequence of paths, bytes, file objects, PIL images, uint8 arrays, jaxvit.Image,
                 jaxvit.Video, or prepared items.
-            on_error: "raise": nothing runs if any item is bad; "return": its position holds the error.
-            out_dtype: dtype of the arrays that come back; None keeps the compute dtype.
+            on_error: "raise": nothing runs if any item is bad; "return": its position holds the error, be it of the
+                medium, of a piece that no bucket holds, or of embeddings that are not finite.
+            out_dtype: dtype of the arrays that come back, "float32" or "bfloat16"; None keeps the compute dtype.
             bucketed: False runs every piece alone in its exact shape.
         Returns:
             One array [tokens, hidden] an item, in order.
+        Raises:
+            MediaError: items cannot be used. CapacityError: a piece fits no bucket. DeviceError: a device failed.
+            NumericsError: an item's embeddings are not finite; raised when that item is read.
         """
-        results = self.prepare(media, on_error=on_error)
+        dtype = self._out_dtype(out_dtype)
+        results: list[Any] = list(self.prepare(media, on_error=on_error))
+        if bucketed and on_error == "return":
+            results = [self._refused(index, result) or result for index, result in enumerate(results)]
         good = {index: item for index, item in enumerate(results) if isinstance(item, Item)}
         order, items = list(good), list(good.values())
         plan = self.dispatcher.plan(items) if bucketed else None
         outputs = self.dispatcher.run(items, plan) if plan is not None else self.dispatcher.run_exact(items)
-        return Encodings(self.family, results, order, outputs, plan, self.dtype if out_dtype is None else out_dtype)
+        return Encodings(self.family, results, order, outputs, plan, dtype, on_error)
+
+    def _refused(self, index: int, result: Any) -> CapacityError | None:
+        return self.dispatcher.refusal(index, result) if isinstance(result, Item) else None
+
+    def _out_dtype(self, asked: str | None) -> str:
+        if asked is None:
+            return self.dtype
+        if str(asked) == "float16":
+            raise ValueError("out_dtype float16 is refused: embeddings may overflow its range; use bfloat16 or float32")
+        _check_choice("out_dtype", asked, ("float32", "bfloat16"))
+        return asked
 
     def encode_iter(
         self, media: Any, *, on_error: OnError = "raise", out_dtype: str | None = "float32", lookahead: int = 1024
@@ -197,7 +227,7 @@ class Encoder:
             media: any iterable of what :meth:`encode` takes, such as a generator; it may have no end.
             on_error: "raise": a bad item's error is raised in its place, after the arrays of all items before it, and
                 ends the stream; "return": the error is yielded in its place. What the iterable itself raises is raised.
-            out_dtype: dtype of the arrays; None keeps the compute dtype.
+            out_dtype: dtype of the arrays, "float32" or "bfloat16"; None keeps the compute dtype.
             lookahead: most items read and not yet yielded. It bounds how long an array waits for others to fill its
                 bucket: give a small number for a slow source. Memory is bounded beside it, by four of the largest
                 buckets on every device, or one item where that is larger.
@@ -209,8 +239,7 @@ class Encoder:
         _check_choice("on_error", on_error, ("raise", "return"))
         if isinstance(lookahead, bool) or not isinstance(lookahead, int) or lookahead < 1:
             raise ValueError(f"lookahead is {lookahead!r}; give a number of items, at least 1")
-        dtype = self.dtype if out_dtype is None else out_dtype
-        return encode_iter(Stream(self, media, dtype=dtype, lookahead=lookahead), on_error)
+        return encode_iter(Stream(self, media, dtype=self._out_dtype(out_dtype), lookahead=lookahead), on_error)
 
     def intermediates(self, item: Item) -> list[dict[str, np.ndarray]]:
         """For each piece, the named intermediates of the exact path: name -> float32 [rows, features]."""
@@ -231,97 +260,6 @@ class Encoder:
     def stats(self) -> dict[str, Any]:
         """Counters since loading: per bucket calls, pieces, fill, milliseconds; overflows; compilations; store hits."""
         return self.dispatcher.stats()
-
-
-class Encodings(Sequence):
-    """One array [tokens, hidden] an item, copied from the device when first read.
-
-    Attributes:
-        plan: the plan that ran, None for ``bucketed=False``.
-    """
-
-    def __init__(
-        self,
-        family: Family,
-        results: Sequence[Any],
-        order: Sequence[int],
-        outputs: Sequence[Output],
-        plan: Plan | None,
-        dtype: str,
-    ):
-        self._family, self._results, self.plan = family, list(results), plan
-        self._outputs, self._dtype = list(outputs), np.dtype(jnp.dtype(dtype))
-        self._host: dict[int, np.ndarray] = {}
-        self._arrays: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
-        self._lock = threading.Lock()
-        self._places: dict[int, dict[int, tuple[int, int, int]]] = {}
-        for number, output in enumerate(self._outputs):
-            for slot in output.call.slots:
-                self._places.setdefault(order[slot.item], {})[slot.piece] = (number, slot.offset, slot.tokens)
-
-    def __len__(self) -> int:
-        return len(self._results)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
-        result = self._results[index]
-        return result if isinstance(result, Exception) else self._item(index)[0]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[index] for index in range(len(self)))
-
-    def kept(self, index: int) -> np.ndarray | None:
-        """Positions that video pruning kept, int64, None for an item that was not pruned."""
-        index = range(len(self))[index]
-        return None if isinstance(self._results[index], Exception) else self._item(index)[1]
-
-    @property
-    def packed(self) -> list[tuple[jax.Array, int, int, int]]:
-        """(device array [tokens, hidden], item, offset, length) of every piece, in item and piece order.
-
-        Waits for the device: an item that is not finite raises NumericsError here too. Video pruning is not applied.
-        """
-        views = []
-        for item in sorted(self._places):
-            for number, offset, tokens in self._checked(item):
-                views.append((self._outputs[number].embeddings, item, offset, tokens))
-        return views
-
-    def _item(self, index: int) -> tuple[np.ndarray, np.ndarray | None]:
-        with self._lock:
-            if index not in self._arrays:
-                rows = [
-                    self._fetch(number)[offset : offset + tokens] for number, offset, tokens in self._checked(index)
-                ]
-                array, kept = self._family.finish(self._results[index], np.concatenate(rows))
-                self._arrays[index] = (array.astype(self._dtype, copy=False), kept)
-        return self._arrays[index]
-
-    def _checked(self, index: int) -> list[tuple[int, int, int]]:
-        """The item's (output, offset, tokens), piece by piece, once they are known to be finite."""
-        places = [place for _, place in sorted(self._places[index].items())]
-        check_finite(index, [(self._outputs[number], offset, tokens) for number, offset, tokens in places])
-        return places
-
-    def _fetch(self, number: int) -> np.ndarray:
-        if number not in self._host:
-            output = self._outputs[number]
-            self._host[number] = output.host(output.embeddings)
-        return self._host[number]
-
-
-def check_finite(item: int, places: Sequence[tuple[Output, int, int]]) -> None:
-    """Waits for an item's (output, offset, tokens); NumericsError unless all of its rows are finite."""
-    for output, offset, tokens in places:
-        finite = output.host(output.finite)[offset : offset + tokens]
-        if not finite.all():
-            raise NumericsError(
-                f"item {item}: {int((~finite).sum())} of {tokens} embeddings are not finite; "
-                'the weights overflow on it: check the checkpoint, or load with dtype="float32"',
-                item,
-            )
 
 
 def _devices(devices: str | Sequence[jax.Device] | None) -> list[jax.Device]:

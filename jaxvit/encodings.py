@@ -1,0 +1,120 @@
+"""What a call of ``Encoder.encode`` gives back: packed outputs on the device, cut into one array an item when read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxvit.buckets.dispatcher import Output, Plan
+from jaxvit.errors import NumericsError
+from jaxvit.models.family import Family
+
+OnError = Literal["raise", "return"]
+
+
+class Encodings(Sequence):
+    """One array [tokens, hidden] an item, copied from the device when first read.
+
+    A position of ``on_error="return"`` may hold a JaxvitError instead.
+
+    Attributes:
+        plan: the plan that ran, None for ``bucketed=False``. It counts the items that ran, bad ones left out.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        results: Sequence[Any],
+        order: Sequence[int],
+        outputs: Sequence[Output],
+        plan: Plan | None,
+        dtype: str,
+        on_error: OnError = "raise",
+    ):
+        self._family, self._results, self.plan, self._on_error = family, list(results), plan, on_error
+        self._outputs, self._dtype = list(outputs), np.dtype(jnp.dtype(dtype))
+        self._host: dict[int, np.ndarray] = {}
+        self._arrays: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
+        self._lock = threading.Lock()
+        self._places: dict[int, dict[int, tuple[int, int, int]]] = {}
+        for number, output in enumerate(self._outputs):
+            for slot in output.call.slots:
+                self._places.setdefault(order[slot.item], {})[slot.piece] = (number, slot.offset, slot.tokens)
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        found = self._item(range(len(self))[index])
+        return found if isinstance(found, Exception) else found[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def kept(self, index: int) -> np.ndarray | None:
+        """Positions that video pruning kept, int64, None for an item that was not pruned."""
+        found = self._item(range(len(self))[index])
+        return None if isinstance(found, Exception) else found[1]
+
+    @property
+    def packed(self) -> list[tuple[jax.Array, int, int, int]]:
+        """(device array [tokens, hidden], item, offset, length) of every piece, in item and piece order.
+
+        Waits for the device. An item that is not finite raises NumericsError here too, or is left out with
+        ``on_error="return"``. Video pruning is not applied.
+        """
+        views = []
+        for item in sorted(self._places):
+            places = self._checked(item)
+            if not isinstance(places, Exception):
+                views += [(self._outputs[number].embeddings, item, offset, tokens) for number, offset, tokens in places]
+        return views
+
+    def _item(self, index: int) -> Exception | tuple[np.ndarray, np.ndarray | None]:
+        if isinstance(self._results[index], Exception):
+            return self._results[index]
+        with self._lock:
+            if index not in self._arrays:
+                places = self._checked(index)
+                if isinstance(places, Exception):
+                    return places
+                rows = [self._fetch(number)[offset : offset + tokens] for number, offset, tokens in places]
+                array, kept = self._family.finish(self._results[index], np.concatenate(rows))
+                self._arrays[index] = (array.astype(self._dtype, copy=False), kept)
+            return self._arrays[index]
+
+    def _checked(self, index: int) -> NumericsError | list[tuple[int, int, int]]:
+        """The item's (output, offset, tokens), piece by piece, once they are known to be finite."""
+        places = [place for _, place in sorted(self._places[index].items())]
+        try:
+            check_finite(index, [(self._outputs[number], offset, tokens) for number, offset, tokens in places])
+        except NumericsError as error:
+            if self._on_error == "return":
+                return error
+            raise
+        return places
+
+    def _fetch(self, number: int) -> np.ndarray:
+        if number not in self._host:
+            output = self._outputs[number]
+            self._host[number] = output.host(output.embeddings)
+        return self._host[number]
+
+
+def check_finite(item: int, places: Sequence[tuple[Output, int, int]]) -> None:
+    """Waits for an item's (output, offset, tokens); NumericsError unless all of its rows are finite."""
+    for output, offset, tokens in places:
+        finite = output.host(output.finite)[offset : offset + tokens]
+        if not finite.all():
+            raise NumericsError(
+                f"item {item}: {int((~finite).sum())} of {tokens} embeddings are not finite; "
+                'the weights overflow on it: check the checkpoint, or load with dtype="float32"',
+                item,
+            )
