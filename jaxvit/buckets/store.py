@@ -118,9 +118,10 @@ class Store:
         found = []
         for path in sorted(self.folder.glob("*" + SUFFIX)) if self.folder.is_dir() else []:
             try:
-                with path.open("rb") as file:
-                    found.append(json.loads(file.readline(MAX_HEADER)) | {"file": path.name})
-            except (OSError, ValueError):
+                if path.is_file():
+                    with path.open("rb") as file:
+                        found.append(json.loads(file.readline(MAX_HEADER)) | {"file": path.name})
+            except (OSError, ValueError, TypeError, RecursionError):
                 continue
         return found
 
@@ -147,6 +148,8 @@ def read_entry(path: Path, key: dict[str, Any]) -> bytes | None:
         StoreError: the entry is insecure, damaged, or of another key.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
+            raise StoreError("it is no file")
         with path.open("rb") as file:
             if reason := _insecure(path, os.fstat(file.fileno())):
                 raise StoreError(f"refused, because loading it executes code: {reason}")
@@ -154,10 +157,12 @@ def read_entry(path: Path, key: dict[str, Any]) -> bytes | None:
             payload = file.read()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise StoreError(f"it cannot be read: {error}") from error
     try:
         header = json.loads(line)
         wanted, stored, layout = header["sha256"], header["key"], header["format"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StoreError("its header cannot be read: it is damaged or no entry of this store") from error
     if layout != FORMAT or stored != json.loads(_canonical(key)):
         raise StoreError("it was made for something else")
