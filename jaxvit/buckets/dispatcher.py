@@ -33,6 +33,7 @@ COMPILE_STACK = 64 * 2**20
 EXACT_CACHE = 16
 """Executables of exact shapes (``bucketed=False``) kept at a time."""
 
+_starting_threads = threading.Lock()
 
 Key = tuple[Bucket, Pixels, int]
 """What an executable is built for; the last is the device's place in the dispatcher's list."""
@@ -317,12 +318,14 @@ class Dispatcher:
     def _built(self, keys: Sequence[Key]) -> Iterator[tuple[Key, Executable]]:
         """Executables in order, built in parallel threads."""
         # XLA recurses deeply on unrolled towers, and threads start with a smaller stack than the main one.
-        previous = threading.stack_size(COMPILE_STACK)
-        try:
-            with ThreadPoolExecutor(min(len(keys), os.cpu_count() or 1) or 1, "jaxvit-compile") as pool:
-                yield from zip(keys, pool.map(lambda key: self.executable(*key), keys), strict=True)
-        finally:
-            threading.stack_size(previous)
+        with ThreadPoolExecutor(min(len(keys), os.cpu_count() or 1) or 1, "jaxvit-compile") as pool:
+            with _starting_threads:  # the size is the process's: set while the pool starts its threads, and no longer
+                previous = threading.stack_size(COMPILE_STACK)
+                try:
+                    built = pool.map(lambda key: self.executable(*key), keys)
+                finally:
+                    threading.stack_size(previous)
+            yield from zip(keys, built, strict=True)
 
     def stats(self) -> dict[str, Any]:
         """A copy of the counters, ready for JSON."""
@@ -354,9 +357,11 @@ class Dispatcher:
 
     def _count_overflow(self, piece: Piece) -> None:
         bucket = overflow_bucket(self.ladder, piece.demand)
-        reason = f"a piece of {piece.rows} patches, {piece.tokens} tokens needs a bucket of {bucket.tokens} tokens"
-        self.statistics.overflows[reason] += 1
-        log.info("overflow: %s, past the ladder's largest (%d tokens)", reason, self.ladder.buckets[-1].tokens)
+        need = f"a bucket of {bucket.tokens} tokens, {bucket.patches} patches"
+        self.statistics.overflows[need] += 1
+        if self.statistics.overflows[need] == 1:
+            size, largest = f"{piece.rows} patches, {piece.tokens} tokens", self.ladder.buckets[-1].tokens
+            log.info("overflow: a piece of %s needs %s, past the ladder's largest (%d tokens)", size, need, largest)
 
 
 def memory_limit(device: jax.Device) -> int | None:
