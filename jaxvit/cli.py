@@ -1,6 +1,7 @@
 """The command ``jaxvit``: thin wrappers around the library's calls, a module each in ``jaxvit/commands/``.
 
-Exit codes: 0 all well, 1 a verdict failed, 2 the input or the command line cannot be used, 130 interrupted.
+Exit codes: 0 all well, 1 a verdict failed or some files could not be encoded, 2 the input or the command line cannot be
+used, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ class Stream:
         media: what ``Encoder.encode`` takes, in any iterable; it may have no end.
         dtype: of the arrays.
         lookahead: most items read and not yet handed out.
-        cut: asked for every entry in order, as soon as it is prepared: does the packing end behind it?
+        cut: asked for every entry in order, as soon as it is prepared: does the packing end behind it? What is packed
+            between two cuts does not depend on what lies outside.
     """
 
     def __init__(
@@ -87,7 +88,10 @@ class Stream:
         self.source: Iterator[Any] | None = iter(_media.as_iterable(media))
         largest = max(bucket.patches for bucket in self.dispatcher.ladder)
         self.batch = BATCH * largest * len(self.dispatcher.devices)
-        self.read = self.held = self.waiting = self.run = self.room = 0
+        self.read = 0  # items
+        self.held = self.waiting = 0  # patches since the last cut: not yet handed out, not yet run
+        self.closed = self.earlier = 0  # entries from before the last cut that are not yet handed out; their patches
+        self.run = self.room = 0  # patches that ran, and those of their buckets
         self.unprepared: deque[Entry] = deque()
         self.entries: deque[Entry] = deque()
         self.pending: list[tuple[Entry, int]] = []
@@ -104,7 +108,7 @@ class Stream:
         try:
             while True:
                 self._read(pool, 2 * threads)
-                if self.unprepared and self.held < 2 * self.batch:
+                if self.unprepared and self.held < 2 * self.batch and self.earlier + self.held < 4 * self.batch:
                     self._take(self.unprepared.popleft())
                 elif self.entries and self.entries[0].issued:
                     yield self._finish(self.entries.popleft())
@@ -152,6 +156,7 @@ class Stream:
         self.waiting += entry.patches
         if self.cut(entry):
             self._issue(everything=True)
+            self.closed, self.earlier, self.held = len(self.entries), self.earlier + self.held, 0
         elif self.waiting >= self.batch:
             self._issue(everything=False)
 
@@ -191,7 +196,10 @@ class Stream:
 
     def _finish(self, entry: Entry) -> Entry:
         """Waits for the entry's calls and puts its rows together."""
-        self.held -= entry.patches
+        if self.closed:
+            self.closed, self.earlier = self.closed - 1, self.earlier - entry.patches
+        else:
+            self.held -= entry.patches
         if entry.item and not entry.error:
             try:
                 places = [entry.places[number] for number in range(len(entry.item.pieces))]
@@ -209,9 +217,9 @@ def encode_iter(stream: Stream, on_error: str) -> Iterator[np.ndarray | Exceptio
     """The arrays of a stream; an item's error is handed out in its place, or raised there."""
     with closing(iter(stream)) as entries:
         for entry in entries:
-            if entry.error is None:
+            if entry.array is not None:
                 yield entry.array
             elif on_error == "return" and isinstance(entry.error, JaxvitError):
                 yield entry.error
-            else:
+            elif entry.error is not None:
                 raise entry.error

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxvit.commands.console import Quiet, Verbose, progress, say
+from jaxvit.commands.console import Quiet, Talk, Verbose, progress, say, stdout
 from jaxvit.commands.options import Budgets, ComputeDtype, Dtype, Images, Model, Settings, load, pictures, writable
 
 BATCH = 64
@@ -18,47 +18,78 @@ BATCH = 64
 def encode(
     model: Model,
     images: Images,
-    output: Annotated[Path, typer.Option("--output", "-o", help="A .safetensors file.")] = Path(
-        "embeddings.safetensors"
-    ),
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="A .safetensors file, or a folder for shards.")
+    ] = "embeddings.safetensors",
     dtype: ComputeDtype = None,
     out_dtype: Annotated[Dtype, typer.Option("--out-dtype", help="Dtype of the stored embeddings.")] = Dtype.float32,
     budgets: Budgets = None,
     settings: Settings = None,
+    shard: Annotated[int, typer.Option("--shard", min=1, help="Megabytes of a shard, in a folder.")] = 1024,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Embeddings of pictures to a .safetensors file, and what a language model needs beside them to a .json file.
+    """Embeddings of pictures to a .safetensors file or a folder, and what a language model needs beside them.
 
-    Tensor "0" is [tokens, hidden] of the first picture, "1" of the second, and so on. The .json file lists for each its
-    path, its grids (t, h, w) in patches, its tokens, and its layout.
+    To a file: tensor "0" is [tokens, hidden] of the first picture, "1" of the second, and so on. The .json file beside
+    it lists for each its path, its grids (t, h, w) in patches, its tokens, and its layout.
+
+    To a folder, for collections of any size: shards, and index.jsonl with the same for each picture and the shard and
+    tensor that hold it. Pictures that cannot be encoded go to errors.jsonl; the exit code is then 1. What the folder
+    holds is not encoded again: run the command again after an interruption, or when pictures were added.
     """
-    from safetensors.numpy import save_file
-
-    writable(output, ".safetensors")
-    paths = pictures(images)
+    place, paths = Path(output), pictures(images)
+    sharded = output.endswith(("/", "\\")) or place.is_dir() or not place.suffix
+    if not sharded:
+        writable(place, ".safetensors")
     encoder = load(model, dtype, budgets, settings)
+    if sharded:
+        _to_folder(encoder, paths, place, out_dtype.value, shard)
+    else:
+        _to_file(encoder, paths, place, out_dtype.value)
+
+
+def _to_folder(encoder: Any, paths: list[Path], folder: Path, out_dtype: str, shard: int) -> None:
+    from jaxvit.writer import Summary, write
+
+    with progress("encoding", len(set(paths))) as advance:
+        passed = 0
+
+        def show(so_far: Summary) -> None:
+            nonlocal passed
+            before, passed = passed, so_far.skipped + so_far.encoded + so_far.failed
+            advance(passed - before, f"{_rate(so_far)}, fill {so_far.fill:.2f}")
+
+        done = write(encoder, paths, folder, out_dtype=out_dtype, shard_bytes=shard * 10**6, progress=show)
+    if not Talk.quiet:
+        parts = [f"{done.encoded} of {done.files} pictures encoded, {done.skipped} already there, {done.failed} failed"]
+        if done.encoded:
+            parts.append(f"{done.tokens} tokens of {encoder.family.width}, {_rate(done)}, fill {done.fill:.2f}")
+        if done.failed:
+            parts.append(f"see {folder / 'errors.jsonl'}")
+        stdout().print("; ".join(parts), markup=False, soft_wrap=True)
+    raise typer.Exit(1 if done.failed else 0)
+
+
+def _rate(summary: Any) -> str:
+    return f"{summary.encoded / max(summary.seconds, 1e-9):.1f} images/s"
+
+
+def _to_file(encoder: Any, paths: list[Path], output: Path, out_dtype: str) -> None:
+    from jaxvit.writer import plain, save
+
     items = encoder.prepare(paths)
     arrays: dict[str, Any] = {}
     with progress("encoding", len(items)) as advance:
         for start in range(0, len(items), BATCH):
-            for array in encoder.encode(items[start : start + BATCH], out_dtype=out_dtype.value):
+            for array in encoder.encode(items[start : start + BATCH], out_dtype=out_dtype):
                 arrays[str(len(arrays))] = array
                 advance()
     index = [
         {"name": name, "path": str(path), "grids": item.grids, "tokens": item.tokens, "layout": plain(item.layout)}
         for name, path, item in zip(arrays, paths, items, strict=True)
     ]
-    save_file(arrays, output, metadata={"format": "np"})
+    save(output, arrays, {"format": "np"})
     output.with_suffix(".json").write_text(json.dumps(index, indent=1) + "\n")
     tokens = sum(item.tokens for item in items)
     say(f"{len(items)} pictures, {tokens} tokens of {encoder.family.width}: {output}, {output.with_suffix('.json')}")
-
-
-def plain(value: Any) -> Any:
-    """Arrays and tuples of an item's layout, as JSON has them."""
-    if isinstance(value, dict):
-        return {str(key): plain(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
-    return value.tolist() if hasattr(value, "tolist") else value

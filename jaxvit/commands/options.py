@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from enum import StrEnum
 from pathlib import Path
@@ -19,7 +20,8 @@ class Dtype(StrEnum):
 
 Model = Annotated[str, typer.Argument(help="Folder with a Hugging Face snapshot, or a hub id.", show_default=False)]
 Images = Annotated[
-    list[Path], typer.Argument(help="Pictures; a folder stands for the pictures in it.", show_default=False)
+    list[Path],
+    typer.Argument(help="Pictures, folders of them, patterns in quotes, or .txt lists of paths.", show_default=False),
 ]
 ComputeDtype = Annotated[Dtype | None, typer.Option("--dtype", help="Compute dtype (default: the checkpoint's).")]
 Budgets = Annotated[
@@ -87,17 +89,29 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
 
 
 def pictures(paths: list[Path]) -> list[Path]:
-    """Folders replaced by the pictures in them, sorted by name."""
+    """Folders replaced by the pictures in and below them, patterns and lists (.txt, a path a line) by their paths."""
     found: list[Path] = []
     for path in paths:
-        if not path.is_dir():
-            found.append(path)
-            continue
-        inside = sorted(one for one in path.iterdir() if one.suffix.lower() in SUFFIXES)
+        if path.is_dir():
+            inside = sorted(one for one in path.rglob("*") if one.suffix.lower() in SUFFIXES and _shown(one, path))
+            empty = f"no pictures in {path} (looked for {', '.join(sorted(SUFFIXES))})"
+        elif path.suffix.lower() == ".txt" and path.is_file():
+            inside = [Path(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            empty = f"no pictures in {path}: give it a path a line"
+        elif glob.has_magic(str(path)) and not path.exists():
+            inside = [Path(one) for one in sorted(glob.glob(str(path), recursive=True)) if Path(one).is_file()]
+            empty = f"no pictures match {path}"
+        else:
+            inside, empty = [path], ""
         if not inside:
-            raise typer.BadParameter(f"no pictures in {path} (looked for {', '.join(sorted(SUFFIXES))})")
+            raise typer.BadParameter(empty)
         found += inside
     return found
+
+
+def _shown(path: Path, folder: Path) -> bool:
+    """Whether nothing on the way from the folder is hidden."""
+    return not any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def writable(path: Path, *suffixes: str) -> Path:
