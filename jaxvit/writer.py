@@ -167,8 +167,8 @@ class _Shards:
         if not index and not errors:
             return 0
         header = {"made": self.made, "index": index, "errors": errors}
-        metadata = {"format": "np", **{key: json.dumps(value) for key, value in header.items()}}
-        save(self.folder / name, arrays, metadata)
+        # Under one key, since safetensors writes several in any order.
+        save(self.folder / name, arrays, {"jaxvit": json.dumps(header)})
         for listed, added in (("index.jsonl", index), ("errors.jsonl", errors)):
             with (self.folder / listed).open("a", encoding="utf-8") as file:
                 file.writelines(map(_line, added))
@@ -233,8 +233,8 @@ def _alone(folder: Path) -> Iterator[None]:
 def _header(path: Path) -> dict[str, Any]:
     try:
         with safe_open(path, "np") as file:
-            metadata = file.metadata()
-        return {name: json.loads(metadata[name]) for name in ("made", "index", "errors")}
+            header = json.loads(file.metadata()["jaxvit"])
+        return {name: header[name] for name in ("made", "index", "errors")}
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise OutputError(f"{path} is damaged or no shard of jaxvit ({error}): remove it and run again") from error
 

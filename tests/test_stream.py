@@ -157,6 +157,27 @@ def test_the_same_stream_gives_the_same_bits_however_long_each_item_takes(monkey
                 np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize(("lookahead", "size"), [(1024, 25), (12, 25), (1024, 3)])
+def test_what_is_packed_between_two_cuts_does_not_depend_on_what_lies_outside(lookahead: int, size: int):
+    shared = load("qwen2_5_vl")
+    items = shared.prepare([mixed("qwen2_5_vl", number) for number in range(75)], on_error="return")
+    given = [BROKEN if isinstance(item, MediaError) else item for item in items]
+    source = Counted(iter(given))
+    whole = Stream(
+        shared, source, dtype="float32", lookahead=lookahead, cut=lambda entry: entry.index % size == size - 1
+    )
+    arrays = []
+    for entry in whole:
+        arrays.append(entry.array)
+        assert source.taken <= entry.index + lookahead
+    for start in range(0, 75, size):
+        alone = Stream(shared, given[start : start + size], dtype="float32", lookahead=lookahead)
+        for entry, array in zip(alone, arrays[start : start + size], strict=True):
+            assert (entry.array is None) == (array is None)
+            if array is not None:
+                np.testing.assert_array_equal(array, entry.array)
+
+
 def test_errors_are_handed_out_in_their_places():
     given = [*small(3), BROKEN, *small(3), None]
     found = list(encoder("qwen2_5_vl").encode_iter(given, on_error="return"))
