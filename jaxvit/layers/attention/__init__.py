@@ -1,0 +1,41 @@
+"""Attention over packed segments: one signature, several backends, all fed from the same segment lengths.
+
+A segment is a run of rows that attend to each other and to nothing else. Segments lie one behind the other from row 0;
+the rows behind the last one are padding and attend to nothing, or within aligned tiles of their own, so that they stay
+finite and cost no more than their number.
+
+A backend has three faces: ``buffers`` declares its metadata, ``metadata`` fills it from segment lengths on the host
+(numpy), and calling it runs on the device.
+"""
+
+from __future__ import annotations
+
+from jaxvit.errors import LadderError
+from jaxvit.layers.attention.cudnn import Cudnn
+from jaxvit.layers.attention.portable import Blockwise, Dense
+from jaxvit.layers.attention.segments import TILE, Attend, Backend, Metadata, contain, key_ranges
+
+__all__ = ["BACKENDS", "TILE", "Attend", "Backend", "Metadata", "choose", "contain", "key_ranges"]
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Dense(), Blockwise(), Cudnn())}
+DENSE_AT_MOST = 512
+"""Patches of a bucket up to which scores of every row against every row are cheaper than skipping."""
+BEST = ("cudnn", "xla")
+"""Above that, in order of preference."""
+
+
+def choose(name: str, platform: str, dtype: str, patches: int) -> Backend:
+    """The backend a bucket runs on: the one its ladder or the user names, else the best available.
+
+    Raises:
+        LadderError: the named one cannot run here; the message says why.
+    """
+    if name == "auto":
+        if patches <= DENSE_AT_MOST:
+            return BACKENDS["dense"]
+        name = next(one for one in BEST if BACKENDS[one].why_not(platform, dtype) is None)
+    if name not in BACKENDS:
+        raise LadderError(f"there is no attention backend {name!r}; there are {', '.join(BACKENDS)}")
+    if reason := BACKENDS[name].why_not(platform, dtype):
+        raise LadderError(f"attention {name!r} cannot run here: {reason}")
+    return BACKENDS[name]

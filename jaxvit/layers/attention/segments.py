@@ -1,0 +1,80 @@
+"""What every attention backend shares: its interface, key ranges of rows, and keeping bad values in their row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol, runtime_checkable
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxvit.models.family import Buffer
+
+TILE = 64
+"""Rows of padding that attend to each other at most."""
+
+Attend = Callable[[Array, Array, Array], Array]
+Metadata = Mapping[str, Array]
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One way to compute packed attention."""
+
+    name: str
+    version: str
+
+    def buffers(self, patches: int, segments: int) -> tuple[Buffer, ...]:
+        """Metadata of one segment set in a bucket of so many patches and segments."""
+        ...
+
+    def metadata(self, lengths: np.ndarray, patches: int, segments: int) -> dict[str, np.ndarray]:
+        """Whole arrays for those buffers: int32 [patches, ...], padding included."""
+        ...
+
+    def __call__(self, q: Array, k: Array, v: Array, metadata: Metadata, scale: float) -> Array:
+        """[patches, heads, dim] each, scores times ``scale``, softmax in float32; result in q's dtype."""
+        ...
+
+    def why_not(self, platform: str, dtype: str) -> str | None:
+        """Why this backend cannot run there, None if it can."""
+        ...
+
+
+def key_ranges(lengths: np.ndarray, patches: int) -> tuple[np.ndarray, np.ndarray]:
+    """First and one-past-last key of every row: int32 [patches] each. Padding rows get their aligned tile's padding."""
+    ends_of = np.cumsum(lengths)
+    used = int(ends_of[-1]) if len(lengths) else 0
+    rows = np.arange(used, patches, dtype=np.int32)
+    tile = rows // TILE * TILE
+    starts = np.concatenate([np.repeat(ends_of - lengths, lengths).astype(np.int32), np.maximum(tile, used)])
+    ends = np.concatenate([np.repeat(ends_of, lengths).astype(np.int32), np.minimum(tile + TILE, patches)])
+    return starts.astype(np.int32, copy=False), ends.astype(np.int32, copy=False)
+
+
+def contain(q: Array, v: Array) -> tuple[Array, Array]:
+    """Keeps a non-finite value inside its own row.
+
+    A probability of exactly 0 times NaN is NaN, so foreign rows of v must be finite. The row itself must not be healed
+    by that: its q becomes NaN instead, and through it the row's own result.
+    """
+    finite = jnp.isfinite(v)
+    return jnp.where(finite, q, jnp.nan), jnp.where(finite, v, 0)
+
+
+class Ranges:
+    """Metadata as key ranges, shared by the backends that mask by row."""
+
+    version = "1"
+
+    def buffers(self, patches: int, segments: int) -> tuple[Buffer, ...]:
+        dtype = np.dtype(np.int32)
+        return (Buffer("starts", (patches,), dtype, "own_segment"), Buffer("ends", (patches,), dtype, "own_segment"))
+
+    def metadata(self, lengths: np.ndarray, patches: int, segments: int) -> dict[str, np.ndarray]:
+        starts, ends = key_ranges(lengths, patches)
+        return {"starts": starts, "ends": ends}
+
+    def why_not(self, platform: str, dtype: str) -> str | None:
+        return None
