@@ -34,9 +34,9 @@ RELATIVES = {
 def family_of(files: Mapping[str, Mapping[str, Any]], overrides: Mapping[str, Any] | None = None) -> Family:
     """The family of a checkpoint's files, with its configuration and processing settings."""
     model_type = files["config.json"].get("model_type")
-    if model_type in RELATIVES:
+    if isinstance(model_type, str) and model_type in RELATIVES:
         raise CheckpointError(f"model_type {model_type!r} is not supported: {RELATIVES[model_type]}")
-    if model_type not in REGISTRY:
+    if not isinstance(model_type, str) or model_type not in REGISTRY:
         known = ", ".join(sorted(REGISTRY))
         raise CheckpointError(f"config.json: model_type {model_type!r} is not supported; jaxvit has {known}")
     return REGISTRY[model_type].from_files(files, overrides)

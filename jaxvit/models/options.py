@@ -10,6 +10,9 @@ from jaxvit.errors import CheckpointError
 
 _MISSING = object()
 
+LAYERS = 1024
+"""Layers of a tower at most: a file that says more is damaged, and would keep the loader busy."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -29,26 +32,60 @@ class Options:
             )
         return cls(raw, "vision_config of config.json")
 
-    def integer(self, *names: str, default: Any = _MISSING) -> int:
-        """The first of the spellings that is present, a positive integer."""
+    def section(self, name: str) -> Options:
+        """A nested object; an absent one is empty."""
+        return Options(section(self.raw, name, f"{self.where}: "), f"{name} of {self.where}")
+
+    def integer(self, *names: str, default: Any = _MISSING, most: int = 2**31 - 1) -> int:
+        """The first of the spellings that is present, a positive integer of at most ``most``."""
         for name in names:
             value = self.raw.get(name)
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise CheckpointError(f"{self.where}: {name} must be a positive integer, got {value!r}")
+            if value > most:
+                raise CheckpointError(f"{self.where}: {name} is {value}, and at most {most} is implemented")
             return value
         if default is _MISSING:
             raise CheckpointError(f"{self.where}: {' or '.join(names)} is missing")
         return default
 
+    def number(self, name: str, default: float) -> float:
+        """A finite number above 0."""
+        value = self.raw.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
+            raise CheckpointError(f"{self.where}: {name} must be a finite number above 0, got {value!r}")
+        return float(value)
+
+    def integers(self, name: str, default: Sequence[int]) -> tuple[int, ...]:
+        """A list of integers, none of them negative."""
+        value = self.raw.get(name)
+        if value is None:
+            return tuple(default)
+        if not isinstance(value, (list, tuple)) or not all(type(one) is int and one >= 0 for one in value):
+            raise CheckpointError(f"{self.where}: {name} must be a list of integers from 0, got {value!r}")
+        return tuple(value)
+
     def require(self, name: str, allowed: Sequence[Any], value: Any = _MISSING) -> None:
         """Refuses a value that the family does not implement. An absent field is accepted."""
         value = self.raw.get(name, allowed[0]) if value is _MISSING else value
-        if value not in allowed:
+        if not any(type(value) is type(one) and value == one for one in allowed):  # 1 is not true
             known = " or ".join(repr(one) for one in allowed)
             raise CheckpointError(f"{self.where}: {name} is {value!r}, and only {known} is implemented")
 
     def divides(self, divisor_name: str, divisor: int, name: str, value: int) -> None:
         if value % divisor:
             raise CheckpointError(f"{self.where}: {divisor_name} ({divisor}) does not divide {name} ({value})")
+
+
+def section(raw: Mapping[str, Any], name: str, where: str = "") -> Mapping[str, Any]:
+    """A nested object of a file; an absent one is empty."""
+    value = raw.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{where}{name} must be an object, got {value!r}")
+    return value

@@ -11,6 +11,9 @@ from jaxtyping import Float32, Int32, UInt8
 from jaxvit.errors import CheckpointError, MediaError
 from jaxvit.resample import Kernel
 
+HUGE = 1e30
+"""Numbers of a file stay below it: float32 holds them, and no whole number is too long for a float."""
+
 KERNELS: dict[int, Kernel] = {2: "bilinear", 3: "bicubic"}
 """PIL's numbers, as the checkpoints' ``resample`` has them."""
 
@@ -101,7 +104,7 @@ def check_overrides(overrides: Mapping[str, Any], known: Sequence[str]) -> None:
 def kernel_of(raw: Mapping[str, Any], default: int) -> Kernel:
     resample = raw.get("resample")
     resample = default if resample is None else resample
-    if resample not in KERNELS:
+    if not isinstance(resample, int) or resample not in KERNELS:
         raise CheckpointError(f"resample is {resample!r}, and only 2 (bilinear) and 3 (bicubic) are implemented")
     return KERNELS[resample]
 
@@ -114,18 +117,27 @@ def colours_of(raw: Mapping[str, Any], mean: Sequence[float], std: Sequence[floa
     found = []
     for name, default in (("image_mean", mean), ("image_std", std)):
         value = raw.get(name)
-        value = tuple(default if value is None else (value,) * 3 if isinstance(value, (int, float)) else value)
-        if len(value) != 3 or not all(isinstance(one, (int, float)) for one in value):
-            raise CheckpointError(f"{name} must be three numbers, got {value!r}")
-        found.append(value)
+        value = default if value is None else (value,) * 3 if _number(value) else value
+        if not isinstance(value, Sequence) or len(value) != 3 or not all(map(_number, value)):
+            raise CheckpointError(f"{name} must be three finite numbers, got {value!r}")
+        found.append(tuple(map(float, value)))
     if 0 in found[1]:
         raise CheckpointError(f"image_std has a zero: {found[1]!r}")
-    return found[0], found[1], float(raw.get("rescale_factor") or 1 / 255)
+    factor = raw.get("rescale_factor") or 1 / 255
+    if not _number(factor) or factor < 0:
+        raise CheckpointError(f"rescale_factor must be a finite number above 0, got {factor!r}")
+    return found[0], found[1], float(factor)
 
 
-def positive(name: str, value: Any) -> int:
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -HUGE < value < HUGE
+
+
+def positive(name: str, value: Any, most: int = 2**31) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise CheckpointError(f"{name} must be a positive integer, got {value!r}")
+    if value > most:
+        raise CheckpointError(f"{name} is {value}, and at most {most} is implemented")
     return int(value)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxvit.errors import CheckpointError
 from jaxvit.layers.linear import ACTIVATIONS
-from jaxvit.models.options import Options
+from jaxvit.models.options import LAYERS, Options
 
 HUB = {
     "hidden_size": "vt_hidden_size",
@@ -79,23 +79,25 @@ class Config:
         """
         root = Options(files["config.json"], "config.json")
         vision = Options.vision(files["config.json"], "Kimi-K2.5")
-        text = Options(files["config.json"].get("text_config") or {}, "text_config of config.json")
+        text = root.section("text_config")
         for name, value in KINDS.items():
             vision.require(name, (value,))
         for name, spelling in HUB.items():
             _agree(vision, name, spelling)
 
-        def size(name: str) -> int:
-            return vision.integer(*filter(None, (HUB.get(name), name)), default=getattr(cls, name))
+        def size(name: str, **bounds: int) -> int:
+            return vision.integer(*filter(None, (HUB.get(name), name)), default=getattr(cls, name), **bounds)
 
         vision.require("merge_kernel_size", (2, [2, 2]))
-        rope = Options(vision.raw.get("rope_parameters") or {}, "rope_parameters of vision_config")
+        rope = vision.section("rope_parameters")
         rope.require("rope_type", ("axial",))
-        eps = (vision.raw.get("projector_ln_eps"), root.raw.get("projection_layer_norm_eps"), cls.projector_ln_eps)
+        for name in ("hidden_act", "projector_hidden_act"):
+            vision.require(name, tuple(ACTIVATIONS))
+        eps = root.number("projection_layer_norm_eps", cls.projector_ln_eps)
         config = cls(
             hidden_size=size("hidden_size"),
             intermediate_size=size("intermediate_size"),
-            num_hidden_layers=size("num_hidden_layers"),
+            num_hidden_layers=size("num_hidden_layers", most=LAYERS),
             num_attention_heads=size("num_attention_heads"),
             patch_size=size("patch_size"),
             pos_emb_height=size("pos_emb_height"),
@@ -103,15 +105,13 @@ class Config:
             pos_emb_time=size("pos_emb_time"),
             merge_kernel_size=2,
             hidden_act=vision.raw.get("hidden_act", cls.hidden_act),
-            rope_theta=float(rope.raw.get("rope_theta", cls.rope_theta)),
+            rope_theta=rope.number("rope_theta", cls.rope_theta),
             projector_hidden_act=vision.raw.get("projector_hidden_act", cls.projector_hidden_act),
-            projector_ln_eps=float(next(one for one in eps if one is not None)),
+            projector_ln_eps=vision.number("projector_ln_eps", eps),
             text_hidden_size=vision.integer(
                 "text_hidden_size", default=text.integer("hidden_size", default=cls.text_hidden_size)
             ),
         )
-        vision.require("hidden_act", tuple(ACTIVATIONS), value=config.hidden_act)
-        vision.require("projector_hidden_act", tuple(ACTIVATIONS), value=config.projector_hidden_act)
         for name, value in (
             ("mm_hidden_size", vision.raw.get("mm_hidden_size")),
             ("qkv_hidden_size", vision.raw.get("qkv_hidden_size")),

@@ -24,9 +24,12 @@ from jaxtyping import Float32, UInt8
 from jaxvit.errors import CheckpointError, MediaError
 from jaxvit.models import pixels
 from jaxvit.models.family import Item, Piece
+from jaxvit.models.options import section
 from jaxvit.resample import Kernel, resize
 
 HALF = (0.5, 0.5, 0.5)
+LONGEST = 2048
+"""Patches along a side that a checkpoint may allow, at most."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,8 @@ class Settings:
         if isinstance(hub := single.get("media_proc_cfg"), Mapping):
             image, video = _from_hub(hub)
         else:
-            image = nested.get("image_processor") or single
-            video = nested.get("video_processor") or files.get("video_preprocessor_config.json") or single
+            image = section(nested, "image_processor") or single
+            video = section(nested, "video_processor") or files.get("video_preprocessor_config.json") or single
             if not image:
                 warnings.warn("no preprocessor_config.json: its settings are the family's defaults", stacklevel=2)
         colours = pixels.colours_of(image, HALF, HALF)
@@ -93,7 +96,7 @@ class Settings:
         if sizes[0] != sizes[1]:
             raise CheckpointError(f"patch_size and merge_size of pictures and of videos differ: {sizes[0]}, {sizes[1]}")
         fps = overrides.get("fps") or video.get("fps") or 2.0
-        if not isinstance(fps, (int, float)) or not 0 < fps < math.inf:
+        if not isinstance(fps, (int, float)) or not 0 < fps < pixels.HUGE:
             raise CheckpointError(f"fps is {fps!r}: give frames a second, more than 0")
         total = video.get("chunk_patches")
         patch_size, merge_size = sizes[0]
@@ -183,12 +186,12 @@ def _from_hub(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _limits(raw: Mapping[str, Any], keyword: Any, default: int) -> Limits:
-    size = raw.get("size") or {}
+    size = section(raw, "size")
     height, width = size.get("max_height", 512), size.get("max_width", 512)
     if height != width:
         raise CheckpointError(f"size has max_height {height} and max_width {width}: only equal ones are implemented")
     patches = pixels.field(raw, "max_patches", default) if keyword is None else pixels.positive("max_patches", keyword)
-    return Limits(patches, pixels.positive("size.max_height", height), pixels.kernel_of(raw, 3))
+    return Limits(patches, pixels.positive("size.max_height", height, LONGEST), pixels.kernel_of(raw, 3))
 
 
 # Sizes ---------------------------------------------------------------------------------------------------------------
@@ -219,13 +222,16 @@ def most_tokens(limits: Limits, patch: int = 14, merge: int = 2) -> int:
     """
     reach = np.arange(1, 2 * limits.side + 1)
     sides = np.concatenate([reach * patch + patch - 1, [limits.side * patch]])
-    height, width = sides[:, None], sides[None, :]
-    patches = np.maximum(1, height // patch) * np.maximum(1, width // patch)
-    scale = np.minimum(1.0, np.sqrt(limits.max_patches / patches))
-    scale = np.minimum(scale, np.minimum(limits.side * patch / height, limits.side * patch / width))
-    factor = merge * patch
-    rows, columns = (-(-np.maximum(1, (side * scale).astype(np.int64)) // factor) for side in (height, width))
-    return max(int((rows * columns).max()), limits.side // merge)
+    width, factor = sides[None, :], merge * patch
+    most = limits.side // merge
+    for start in range(0, len(sides), 256):  # some heights at a time, for memory's sake
+        height = sides[start : start + 256, None]
+        patches = np.maximum(1, height // patch) * np.maximum(1, width // patch)
+        scale = np.minimum(1.0, np.sqrt(limits.max_patches / patches))
+        scale = np.minimum(scale, np.minimum(limits.side * patch / height, limits.side * patch / width))
+        rows, columns = (-(-np.maximum(1, (side * scale).astype(np.int64)) // factor) for side in (height, width))
+        most = max(most, int((rows * columns).max()))
+    return most
 
 
 # Pictures -> items ---------------------------------------------------------------------------------------------------

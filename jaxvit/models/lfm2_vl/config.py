@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxvit.errors import CheckpointError
 from jaxvit.layers.linear import ACTIVATIONS
-from jaxvit.models.options import Options
+from jaxvit.models.options import LAYERS, Options
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Config:
         """Reads config.json; missing fields take the defaults above, unknown ones are ignored."""
         root = Options(files["config.json"], "config.json")
         vision = Options.vision(files["config.json"], "LFM2-VL")
-        text = Options(files["config.json"].get("text_config") or {}, "text_config of config.json")
+        text = root.section("text_config")
         vision.require("model_type", ("siglip2_vision_model",))
         # The head pools what the projector never reads, so both values give the same embeddings.
         vision.require("vision_use_head", (False, True))
@@ -68,19 +68,19 @@ class Config:
         root.require("projector_use_layernorm", (True, False))
         root.require("vision_feature_layer", (-1, -2))
 
-        def size(options: Options, name: str) -> int:
-            return options.integer(name, default=getattr(cls, name))
+        def size(options: Options, name: str, **bounds: int) -> int:
+            return options.integer(name, default=getattr(cls, name), **bounds)
 
         config = cls(
             hidden_size=size(vision, "hidden_size"),
             intermediate_size=size(vision, "intermediate_size"),
-            num_hidden_layers=size(vision, "num_hidden_layers"),
+            num_hidden_layers=size(vision, "num_hidden_layers", most=LAYERS),
             num_attention_heads=size(vision, "num_attention_heads"),
             patch_size=size(vision, "patch_size"),
             num_channels=size(vision, "num_channels"),
             num_patches=size(vision, "num_patches"),
             hidden_act=vision.raw.get("hidden_act", cls.hidden_act),
-            layer_norm_eps=float(vision.raw.get("layer_norm_eps", cls.layer_norm_eps)),
+            layer_norm_eps=vision.number("layer_norm_eps", cls.layer_norm_eps),
             vision_feature_layer=root.raw.get("vision_feature_layer", cls.vision_feature_layer),
             downsample_factor=size(root, "downsample_factor"),
             projector_hidden_size=size(root, "projector_hidden_size"),

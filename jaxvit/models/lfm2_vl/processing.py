@@ -25,9 +25,12 @@ from jaxvit.layers.position import cell_order
 from jaxvit.models import pixels
 from jaxvit.models.family import Item, Piece
 from jaxvit.models.lfm2_vl.config import Config
+from jaxvit.models.options import section
 from jaxvit.resample import Kernel, resize
 
 HALF = (0.5, 0.5, 0.5)
+MOST_TILES = 256
+"""Tiles of a picture that a checkpoint may allow, at most: the candidate ratios are the cube of it."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,9 @@ class Settings:
         pixels.check_overrides(overrides, cls.OVERRIDES)
         nested = files.get("processor_config.json", {})
         single = files.get("preprocessor_config.json")
-        if single is None and not nested.get("image_processor"):
+        if single is None and not section(nested, "image_processor"):
             warnings.warn("no preprocessor_config.json: its settings are the family's defaults", stacklevel=2)
-        sources = [overrides, nested.get("image_processor") or {}, single or {}, nested, files["config.json"]]
+        sources = [overrides, section(nested, "image_processor"), single or {}, nested, files["config.json"]]
         raw: dict[str, Any] = {}
         for source in sources:
             for name, value in source.items():
@@ -100,8 +103,9 @@ class Settings:
             if raw.setdefault(name, ours) != ours:
                 raise CheckpointError(f"{name} is {raw[name]} in the processor's settings, {ours} in config.json")
         numbers = {name: pixels.field(raw, name, getattr(cls, name)) for name in _NUMBERS}
+        pixels.positive("max_tiles", numbers["max_tiles"], MOST_TILES)
         tolerance = raw.get("max_pixels_tolerance", cls.max_pixels_tolerance)
-        if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 < tolerance < math.inf:
+        if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 < tolerance < pixels.HUGE:
             raise CheckpointError(f"max_pixels_tolerance must be a positive number, got {tolerance!r}")
         flags = {name: raw.get(name, True) for name in ("do_image_splitting", "use_thumbnail")}
         for name, flag in flags.items():

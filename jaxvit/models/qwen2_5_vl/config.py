@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxvit.models.options import Options
+from jaxvit.models.options import LAYERS, Options
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,10 @@ class Config:
     def from_files(cls, files: Mapping[str, Mapping[str, Any]]) -> Config:
         """Reads config.json; missing fields take the defaults above, unknown ones are ignored."""
         options = Options.vision(files["config.json"], "Qwen2.5-VL")
-        rope = options.raw.get("rope_parameters") or {}
         defaults = {name: value.default for name, value in cls.__dataclass_fields__.items()}
         config = cls(
             hidden_size=options.integer("hidden_size"),
-            depth=options.integer("depth", default=defaults["depth"]),
+            depth=options.integer("depth", default=defaults["depth"], most=LAYERS),
             num_heads=options.integer("num_heads", "num_attention_heads", default=defaults["num_heads"]),
             intermediate_size=options.integer("intermediate_size", default=defaults["intermediate_size"]),
             out_hidden_size=options.integer("out_hidden_size", default=defaults["out_hidden_size"]),
@@ -54,10 +53,10 @@ class Config:
             temporal_patch_size=options.integer("temporal_patch_size", default=defaults["temporal_patch_size"]),
             spatial_merge_size=options.integer("spatial_merge_size", default=defaults["spatial_merge_size"]),
             window_size=options.integer("window_size", default=defaults["window_size"]),
-            fullatt_block_indexes=tuple(options.raw.get("fullatt_block_indexes", defaults["fullatt_block_indexes"])),
-            tokens_per_second=float(options.raw.get("tokens_per_second", defaults["tokens_per_second"])),
+            fullatt_block_indexes=options.integers("fullatt_block_indexes", defaults["fullatt_block_indexes"]),
+            tokens_per_second=options.number("tokens_per_second", defaults["tokens_per_second"]),
             in_channels=options.integer("in_channels", "in_chans", default=defaults["in_channels"]),
-            rope_theta=float(rope.get("rope_theta", defaults["rope_theta"])),
+            rope_theta=options.section("rope_parameters").number("rope_theta", defaults["rope_theta"]),
         )
         options.require("hidden_act", (config.hidden_act,))
         options.require("in_channels", (3,), value=config.in_channels)

@@ -23,6 +23,7 @@ from jaxtyping import Float32, UInt8
 from jaxvit.errors import CheckpointError, MediaError
 from jaxvit.models import pixels
 from jaxvit.models.family import Grid, Item, Piece
+from jaxvit.models.options import section
 from jaxvit.models.qwen2_5_vl.config import Config
 from jaxvit.models.qwen2_5_vl.layout import windows
 from jaxvit.resample import Kernel, resize
@@ -94,8 +95,8 @@ class Settings:
         pixels.check_overrides(overrides, cls.OVERRIDES)
         nested = files.get("processor_config.json", {})
         single = files.get("preprocessor_config.json")
-        image = nested.get("image_processor") or single
-        video = nested.get("video_processor") or files.get("video_preprocessor_config.json") or single or {}
+        image = section(nested, "image_processor") or single
+        video = section(nested, "video_processor") or files.get("video_preprocessor_config.json") or single or {}
         if image is None:
             warnings.warn(
                 "no preprocessor_config.json: pictures are processed with the values of the official repositories "
@@ -115,7 +116,7 @@ class Settings:
         keywords = {name: overrides.get(name) for name in ("min_pixels", "max_pixels", "size")}
         of_frames = {name: overrides.get(f"video_{name}") for name in ("min_pixels", "max_pixels")}
         fps = overrides.get("fps") or video.get("fps") or 2.0
-        if not isinstance(fps, (int, float)) or not 0 < fps < math.inf:
+        if not isinstance(fps, (int, float)) or not 0 < fps < pixels.HUGE:
             raise CheckpointError(f"fps is {fps!r}: give frames a second, more than 0")
         return cls(
             _limits("", image, keywords, IMAGE_DEFAULTS),
@@ -185,8 +186,7 @@ class Settings:
 
 def _limits(prefix: str, raw: Mapping[str, Any], keywords: Mapping[str, Any], defaults: tuple[int, int]) -> Limits:
     values = []
-    asked = keywords.get("size") or {}
-    stored = raw.get("size") or {}
+    asked, stored = section(keywords, "size"), section(raw, "size")
     for name, edge, default in zip(
         ("min_pixels", "max_pixels"), ("shortest_edge", "longest_edge"), defaults, strict=True
     ):
