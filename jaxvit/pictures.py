@@ -39,7 +39,7 @@ def picture(medium: Any) -> np.ndarray:
         with _lock(medium):
             return _from_pil(medium, f"PIL image of mode {medium.mode}")
     if isinstance(medium, np.ndarray):
-        return _from_array(medium, "array")
+        return _from_array(np.asarray(medium), "array")
     if isinstance(medium, Image):
         return _from_declared(medium)
     if hasattr(medium, "read"):
@@ -83,9 +83,11 @@ def _from_file(file: Any) -> np.ndarray:
         try:
             if hasattr(file, "seekable") and file.seekable():
                 position = file.tell()
-                file.seek(0)
-                data = file.read()
-                file.seek(position)
+                try:
+                    file.seek(0)
+                    data = file.read()
+                finally:
+                    file.seek(position)
             else:
                 data = file.read()
         except Exception as error:
