@@ -1,0 +1,145 @@
+"""Every attention backend: against float64 segment by segment, and what segments must never share.
+
+The same tests run on the CPU in float32 and, with the marker ``gpu``, on an accelerator in bfloat16 for every backend.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxvit.errors import LadderError
+from jaxvit.layers.attention import BACKENDS, TILE, choose, key_ranges
+
+HEADS = 4
+CASES = {
+    "one segment": (512, [512]),
+    "full": (1024, [512, 256, 64, 128, 64]),
+    "ragged": (1024, [1, 333, 17, 64, 190, 100]),
+    "nearly empty": (1024, [20]),
+    "one patch each": (256, [1] * 40),
+    "windows": (1024, [64] * 9 + [48, 48, 16, 12] + [64, 32]),
+}
+ON_CPU = [("dense", "float32", 64), ("xla", "float32", 64), ("dense", "bfloat16", 72), ("xla", "bfloat16", 72)]
+ON_GPU = [(name, "bfloat16", dim) for name in BACKENDS for dim in (64, 80)]
+SETUPS = [
+    *(pytest.param(*setup, id="-".join(map(str, setup))) for setup in ON_CPU),
+    *(pytest.param(*setup, id="gpu-" + "-".join(map(str, setup)), marks=pytest.mark.gpu) for setup in ON_GPU),
+]
+BOUND = {"float32": 1e-6, "bfloat16": 5e-3}
+
+
+def inputs(patches: int, dim: int, dtype: str, seed: int = 0) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return [generator.standard_normal((patches, HEADS, dim)).astype(jnp.dtype(dtype)) for _ in range(3)]
+
+
+def attend(name: str, qkv: list[np.ndarray], lengths: list[int], segments: int = 64) -> np.ndarray:
+    """The backend, compiled, on the default device: float32 [patches, heads, dim]."""
+    backend, patches = BACKENDS[name], qkv[0].shape[0]
+    metadata = backend.metadata(np.array(lengths, np.int32), patches, segments)
+    assert {b.name: (b.shape, b.dtype) for b in backend.buffers(patches, segments)} == {
+        key: (array.shape, array.dtype) for key, array in metadata.items()
+    }
+    out = jax.jit(partial(backend, scale=qkv[0].shape[-1] ** -0.5))(*qkv, metadata)
+    return np.asarray(out).astype(np.float32)
+
+
+def expected(qkv: list[np.ndarray], lengths: list[int]) -> np.ndarray:
+    """Softmax attention of each segment alone, in float64."""
+    q, k, v = (array.astype(np.float64) for array in qkv)
+    rows, start = [], 0
+    for length in lengths:
+        part = slice(start, start + length)
+        scores = np.einsum("qhd,khd->hqk", q[part], k[part]) * q.shape[-1] ** -0.5
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        rows.append(np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v[part]))
+        start += length
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize(("name", "dtype", "dim"), SETUPS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_segment_equals_softmax_attention_in_float64(name: str, dtype: str, dim: int, case: str):
+    patches, lengths = CASES[case]
+    qkv = inputs(patches, dim, dtype)
+    found, truth = attend(name, qkv, lengths), expected(qkv, lengths)
+    real = found[: sum(lengths)]
+    assert np.linalg.norm(real - truth) / np.linalg.norm(truth) <= BOUND[dtype]
+    assert np.isfinite(found).all(), "padding is finite"
+
+
+@pytest.mark.parametrize(("name", "dtype", "dim"), SETUPS)
+@pytest.mark.parametrize("filling", ["other values", "nan"])
+def test_nothing_of_a_segment_or_of_the_padding_reaches_another(name: str, dtype: str, dim: int, filling: str):
+    lengths = [100, 333, 64, 1, 200]
+    qkv, others = inputs(1024, dim, dtype), inputs(1024, dim, dtype, seed=1)
+    before = attend(name, qkv, lengths)
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        mixed = []
+        for array, other in zip(qkv, others, strict=True):
+            changed = other if filling == "other values" else np.full_like(other, np.nan)
+            changed = changed.copy()
+            changed[part] = array[part]
+            mixed.append(changed)
+        assert np.array_equal(attend(name, mixed, lengths)[part], before[part])
+        start += length
+
+
+@pytest.mark.parametrize(("name", "dtype", "dim"), SETUPS)
+def test_a_value_that_is_not_finite_stays_visible_in_its_own_row(name: str, dtype: str, dim: int):
+    qkv = inputs(256, dim, dtype)
+    qkv[2][50, 1, 3] = np.inf
+    found = attend(name, qkv, [100, 100])
+    assert not np.isfinite(found[50, 1]).all()
+    assert np.isfinite(found[100:]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_nearly_empty_bucket_is_not_slower_than_a_full_one(name: str):
+    backend, patches = BACKENDS[name], 4096
+    qkv = [jax.device_put(array) for array in inputs(patches, 80, "bfloat16")]
+    run = jax.jit(partial(backend, scale=0.1))
+
+    def seconds(lengths: list[int]) -> float:
+        metadata = jax.device_put(backend.metadata(np.array(lengths, np.int32), patches, 64))
+        times = []
+        for _ in range(30):
+            start = time.perf_counter()
+            jax.block_until_ready(run(*qkv, metadata))
+            times.append(time.perf_counter() - start)
+        return sorted(times)[10]
+
+    assert seconds([64]) <= 1.05 * seconds([1024] * 4)
+    assert seconds([]) <= 1.05 * seconds([1024] * 4)
+
+
+def test_padding_attends_within_tiles_of_its_own():
+    starts, ends = key_ranges(np.array([10, 60], np.int32), 300)
+    assert (starts[:10].tolist(), ends[:10].tolist()) == ([0] * 10, [10] * 10)
+    assert (starts[10:70].tolist(), ends[10:70].tolist()) == ([10] * 60, [70] * 60)
+    rows = np.arange(70, 300)
+    assert (starts[70:] <= rows).all()
+    assert (rows < ends[70:]).all()
+    assert (ends[70:] - starts[70:]).max() <= TILE
+    assert starts[70:].min() == 70
+    assert ends.max() == 300
+    empty = key_ranges(np.zeros(0, np.int32), 100)
+    assert (empty[1] - empty[0]).max() <= TILE
+
+
+def test_a_backend_that_cannot_run_here_says_why():
+    assert choose("auto", "cpu", "float32", 256).name == "dense"
+    assert choose("auto", "cpu", "float32", 4096).name == "xla"
+    with pytest.raises(LadderError, match="'cudnn' cannot run here: needs an NVIDIA GPU"):
+        choose("cudnn", "cpu", "bfloat16", 256)
+    with pytest.raises(LadderError, match="no attention backend 'flash'; there are dense, xla"):
+        choose("flash", "cpu", "bfloat16", 256)
