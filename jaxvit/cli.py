@@ -15,6 +15,7 @@ from jaxvit.commands.console import Talk, stderr
 from jaxvit.commands.demo import demo
 from jaxvit.commands.encode import encode
 from jaxvit.commands.inspect import inspect
+from jaxvit.commands.show import show
 
 app = typer.Typer(
     name="jaxvit",
@@ -25,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, encode, compare, compile, inspect):
+for command in (demo, encode, show, compare, compile, inspect):
     app.command()(command)
 
 

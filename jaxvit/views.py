@@ -1,4 +1,4 @@
-"""What the tower sees of an item, and where its tokens lie on it: for pictures that explain, not on the way to embeddings.
+"""What the tower sees of an item, and where its tokens lie on it: for pictures that explain.
 
 The pixels are put together again from the patches, so they are those that the tower gets: resized, filled up, tiled.
 """

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import load_file
 
 import jaxvit
@@ -166,6 +167,14 @@ def test_compare_prints_a_line_a_picture_and_writes_everything_as_json(
 
 
 @pytest.mark.reference
+def test_compare_draws_where_the_two_differ(run: Run, model: Path, photos: dict[str, Path], tmp_path: Path) -> None:
+    outcome = run("compare", model, photos["chelsea"], "--exact", "--picture", tmp_path / "off.png", *SMALL)
+    assert outcome.code == 0, outcome.out + outcome.err
+    with Image.open(tmp_path / "off.png") as drawn:
+        assert drawn.width > 1000
+
+
+@pytest.mark.reference
 def test_compare_exits_with_1_when_an_item_differs(
     run: Run, model: Path, photos: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,3 +208,24 @@ def test_inspect_as_json_is_json(run: Run, model: Path) -> None:
     found = json.loads(run("inspect", model, "--budgets", "16,32", "--json").out)
     assert [rung["bucket"]["tokens"] for rung in found["ladder"]["buckets"]] == [16, 32]
     assert found["machine"]["versions"]["jaxvit"] == "0.1.0"
+
+
+def test_show_draws_a_picture(run: Run, model: Path, photos: dict[str, Path], tmp_path: Path) -> None:
+    assert run("show", model, photos["chelsea"], "-o", tmp_path / "map.png", *SMALL) == Outcome(0, "", "")
+    with Image.open(tmp_path / "map.png") as drawn:
+        assert drawn.width > 1000
+
+
+@pytest.mark.parametrize("command", [("show", "{photo}", "-o"), ("compare", "{photo}", "--picture")])
+def test_pictures_are_refused_before_anything_is_loaded(
+    run: Run, photos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    name, *rest = (part.format(photo=photos["chelsea"]) for part in command)
+    wrong = run(name, "no-such-model", *rest, tmp_path / "map.txt")
+    assert wrong.code == 2
+    assert ".png" in wrong.err
+    assert "no-such-model" not in wrong.err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    missing = run(name, "no-such-model", *rest, tmp_path / "map.png")
+    assert missing.code == 2
+    assert "jaxvit[plots]" in missing.err

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from jaxvit.commands.console import Quiet, Verbose, progress, stdout
-from jaxvit.commands.options import Budgets, ComputeDtype, Images, Model, Settings, load, pictures
+from jaxvit.commands.options import Budgets, ComputeDtype, Images, Model, Settings, load, pictures, writable
 
 
 def compare(
@@ -20,6 +20,14 @@ def compare(
     output: Annotated[
         Path | None, typer.Option("--json", help="Also write everything to this file.", show_default=False)
     ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            "--picture",
+            help="Also draw, to this .png, .svg or .pdf file, where on each picture the two differ (extra `plots`).",
+            show_default=False,
+        ),
+    ] = None,
     dtype: ComputeDtype = None,
     budgets: Budgets = None,
     settings: Settings = None,
@@ -27,8 +35,12 @@ def compare(
     verbose: Verbose = False,
 ) -> None:
     """Parity with the PyTorch reference, picture by picture (extra `compare`). The exit code says the verdict."""
+    from jaxvit import plots
     from jaxvit.compare import compare as run
 
+    if picture:
+        writable(picture, *plots.SUFFIXES, option="--picture")
+        plots.need()
     paths = pictures(images)
     encoder = load(model, dtype, budgets, settings)
     with progress("comparing with PyTorch"):
@@ -38,4 +50,6 @@ def compare(
             stdout().print(part)
     if output:
         output.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+    if picture:
+        plots.differences(encoder.family, encoder.prepare(paths), report, picture)
     raise typer.Exit(0 if report.ok else 1)

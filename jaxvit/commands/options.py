@@ -114,10 +114,10 @@ def _shown(path: Path, folder: Path) -> bool:
     return not any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
-def writable(path: Path, *suffixes: str) -> Path:
+def writable(path: Path, *suffixes: str, option: str = "--output") -> Path:
     """An output file whose name and folder will do, known before any work is done."""
     if path.suffix.lower() not in suffixes:
-        raise typer.BadParameter(f"{path} must end in {' or '.join(suffixes)}", param_hint="--output")
+        raise typer.BadParameter(f"{path} must end in {' or '.join(suffixes)}", param_hint=option)
     if not path.parent.is_dir():
-        raise typer.BadParameter(f"the folder {path.parent} does not exist", param_hint="--output")
+        raise typer.BadParameter(f"the folder {path.parent} does not exist", param_hint=option)
     return path

@@ -100,7 +100,7 @@ def digest(folder: Path) -> str:
 
 
 def is_random(folder: Path) -> bool:
-    """Whether a folder's weights say of themselves that they were drawn here. Others may be random without saying so."""
+    """Whether a folder's weights say that they were drawn here. Others may be random without saying so."""
     found = sorted(Path(folder).glob("*.safetensors"))
     if not found:
         return False

@@ -1,0 +1,35 @@
+"""``jaxvit show``"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxvit.commands.console import Quiet, Verbose, progress, say
+from jaxvit.commands.options import Budgets, ComputeDtype, Model, Settings, load, writable
+
+
+def show(
+    model: Model,
+    image: Annotated[Path, typer.Argument(help="A picture.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="A .png, .svg or .pdf file.")] = Path("map.png"),
+    dtype: ComputeDtype = None,
+    budgets: Budgets = None,
+    settings: Settings = None,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """The embeddings of a picture as colours, beside what the tower sees: grid, tiles, windows (extra `plots`)."""
+    from jaxvit import plots
+    from jaxvit.weights.writing import is_random
+
+    writable(output, *plots.SUFFIXES)
+    plots.need()
+    encoder = load(model, dtype, budgets, settings)
+    (item,) = encoder.prepare(image)
+    with progress("encoding"):
+        (embeddings,) = encoder.encode(item)
+    plots.show(encoder.family, item, embeddings, output, title=image.name, random=is_random(encoder.folder))
+    say(f"{item.tokens} tokens of {embeddings.shape[1]}: {output}")
