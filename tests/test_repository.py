@@ -99,13 +99,12 @@ def test_the_readme_lists_every_checkpoint_with_its_numbers(root: Path, name: st
 
 
 def test_every_link_of_the_guides_leads_to_a_file(tracked: list[Path]) -> None:
+    code = re.compile(r"```.*?```|`[^`\n]*`", re.S)
     broken = [
         f"{path}: {link}"
         for path in tracked
         if path.suffix == ".md"
-        for link in re.findall(
-            r"\]\(([^)#]+)[^)]*\)", re.sub(r"```.*?```|`[^`\n]*`", "`", path.read_text(), flags=re.S)
-        )
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", code.sub("`", path.read_text()))
         if not link.startswith("http") and not (path.parent / link).exists()
     ]
     assert not broken, "\n".join(broken)
