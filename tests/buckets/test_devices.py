@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import jax
 import numpy as np
+import PIL.Image
 import pytest
 
 import jaxvit
+from jaxvit import tiny
 from jaxvit.buckets.devices import interleave, spread
 from jaxvit.buckets.dispatcher import Plan
 from jaxvit.buckets.executable import Executable
 from jaxvit.errors import CapacityError, DeviceError
 from jaxvit.models.family import Demand
+from tests.buckets.photos import sizes
 from tests.families import VIDEO, checkpoint, clip, encoder, picture, relative
 
 NAMES = ("qwen2_5_vl", "lfm2_vl")
 SIZES = ((140, 140), (84, 300), (56, 56), (224, 112), (196, 168), (30, 200), (112, 112), (168, 224), (100, 90))
 
-pytestmark = pytest.mark.skipif(jax.local_device_count() < 4, reason="needs four devices")
+needs_four = pytest.mark.skipif(jax.local_device_count() < 4, reason="needs four devices")
 
 
 @cache
@@ -68,6 +73,7 @@ def test_queues_are_issued_one_of_each_device_in_turn():
     assert interleave([]) == []
 
 
+@needs_four
 @pytest.mark.parametrize("count", range(10))
 @pytest.mark.parametrize("name", NAMES)
 def test_items_over_four_devices_equal_those_of_one_device(name: str, count: int):
@@ -81,6 +87,7 @@ def test_items_over_four_devices_equal_those_of_one_device(name: str, count: int
         assert relative(ours, theirs) <= 1e-5
 
 
+@needs_four
 @pytest.mark.parametrize("name", NAMES)
 def test_each_call_equals_the_same_call_on_one_device_bit_for_bit(name: str):
     items = one(name).prepare(mixed(name, 9))
@@ -93,6 +100,7 @@ def test_each_call_equals_the_same_call_on_one_device_bit_for_bit(name: str):
         np.testing.assert_array_equal(np.asarray(output.embeddings), np.asarray(alone.embeddings))
 
 
+@needs_four
 def test_a_long_clip_is_spread_over_every_device_and_put_together_in_order():
     medium = clip(12, 168, 168)
     found = four("qwen2_5_vl").encode(medium)
@@ -100,6 +108,7 @@ def test_a_long_clip_is_spread_over_every_device_and_put_together_in_order():
     assert relative(found[0], one("qwen2_5_vl").encode(medium)[0]) <= 1e-5
 
 
+@needs_four
 def test_an_overflow_runs_on_its_device_and_is_counted_once():
     wide = load("qwen2_5_vl", devices="all")
     media = [picture(56, 56, 1), picture(300, 300, 2), picture(56, 84, 3)]
@@ -130,6 +139,7 @@ class Broken(Executable):
         return found
 
 
+@needs_four
 @pytest.mark.parametrize("later", [False, True])
 def test_a_failing_device_ends_the_call_with_its_name_and_the_encoder_stays_usable(monkeypatch, later: bool):
     shared = four("qwen2_5_vl")
@@ -150,6 +160,7 @@ def test_a_failing_device_ends_the_call_with_its_name_and_the_encoder_stays_usab
         np.testing.assert_array_equal(ours, theirs)
 
 
+@needs_four
 def test_threads_share_an_encoder_of_several_devices():
     shared = four("qwen2_5_vl")
     items = shared.prepare(mixed("qwen2_5_vl", 6))
@@ -170,6 +181,7 @@ def test_threads_share_an_encoder_of_several_devices():
             np.testing.assert_array_equal(ours, theirs)
 
 
+@needs_four
 def test_the_store_serves_every_device(tmp_path: Path, compilations):
     media = [picture(140, 140, seed) for seed in range(4)]
     first = load("qwen2_5_vl", devices="all", store=tmp_path / "store")
@@ -190,3 +202,35 @@ def test_devices_that_cannot_be_meant_are_refused(devices):
     chosen = [jax.local_devices()[index] for index in devices] if isinstance(devices, list) else devices
     with pytest.raises(ValueError, match="devices"):
         load("qwen2_5_vl", devices=chosen)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.local_device_count() < 2, reason="needs two devices")
+def test_two_accelerators_encode_256_photographs_at_1_9_times_the_rate_of_one(photos: dict[str, Path], tmp_path: Path):
+    """Prepared beforehand; until every embedding is on a device. Printed beside it: until all are on the host."""
+    folder = tiny.random_full_size("Qwen/Qwen2.5-VL-7B-Instruct", tmp_path / "checkpoint")
+    originals = [PIL.Image.open(path).convert("RGB") for path in photos.values()]
+    pictures = [originals[n % len(originals)].resize(size[::-1]) for n, size in enumerate(sizes(256, 0))]
+    rates = {}
+    for count in (1, 2):
+        loaded = jaxvit.load(
+            folder,
+            dtype="bfloat16",
+            budgets=[256, 512, 1024, 2048, 4096],
+            processor={"max_pixels": 4096 * 28**2},
+            devices=jax.local_devices()[:count],
+            store=tmp_path / "store",
+        )
+        loaded.warmup()
+        items = loaded.prepare(pictures)
+        on_device = min(seconds(lambda: loaded.encode(items, out_dtype=None).packed) for _ in range(5))  # noqa: B023
+        on_host = min(seconds(lambda: list(loaded.encode(items, out_dtype=None))) for _ in range(3))  # noqa: B023
+        rates[count] = 256 / on_device
+        print(f"{count}: {256 / on_device:.1f} images/s on the device, {256 / on_host:.1f} on the host")
+    assert rates[2] >= 1.9 * rates[1], rates
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
