@@ -53,8 +53,8 @@ def views(family: Family, item: Item) -> list[View]:
     found: list[View] = []
     tiles = rows * columns
     if tiles > 1:
-        whole = (_side_by_side(each[:tiles], columns) for each in (pixels, tokens))
-        found.append(View("picture", *whole, tokens[0].shape, window, side))
+        frame, places = (_side_by_side(each[:tiles], columns) for each in (pixels, tokens))
+        found.append(View("picture", frame, places, tokens[0].shape, window, side))
         pixels, tokens = pixels[tiles:], tokens[tiles:]
     for index, (frame, places) in enumerate(zip(pixels, tokens, strict=True)):
         name = "thumbnail" if tiles > 1 else "picture" if len(pixels) == 1 else f"{index + 1} of {len(pixels)}"
