@@ -62,7 +62,7 @@ class CapacityError(JaxvitError, RuntimeError):
 
 
 class DeviceError(JaxvitError, RuntimeError):
-    """A device failed while it ran a bucket.
+    """A device failed while it built or ran a bucket.
 
     Attributes:
         device: its id in ``jax.devices()``.

@@ -44,13 +44,13 @@ def interleave(queues: Sequence[Sequence[T]]) -> list[T]:
 
 
 @contextmanager
-def naming(device: jax.Device) -> Iterator[None]:
-    """An error of the runtime within becomes a DeviceError that names the device."""
+def naming(device: jax.Device, kind: type[Exception] = Exception) -> Iterator[None]:
+    """An error of that kind within becomes a DeviceError that names the device; errors of ours stay as they are."""
     try:
         yield
     except JaxvitError:
         raise
-    except Exception as error:
+    except kind as error:
         raise DeviceError(
             f"device {device.id} ({device.device_kind}) failed: {type(error).__name__}: {error}; encode again, or load "
             "with other devices or smaller budgets",

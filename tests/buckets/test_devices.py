@@ -161,6 +161,25 @@ def test_a_failing_device_ends_the_call_with_its_name_and_the_encoder_stays_usab
 
 
 @needs_four
+def test_a_device_that_cannot_build_is_named_and_the_next_call_builds(monkeypatch):
+    fresh = load("qwen2_5_vl", devices="all")
+    build, failing = fresh.dispatcher.build, fresh.dispatcher.devices[3]
+
+    def refuse(program, device):
+        if device == failing:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return build(program, device)
+
+    items = fresh.prepare([picture(140, 140, seed) for seed in range(4)])
+    monkeypatch.setattr(fresh.dispatcher, "build", refuse)
+    with pytest.raises(DeviceError, match=f"device {failing.id} .*RESOURCE_EXHAUSTED"):
+        fresh.encode(items)
+    monkeypatch.setattr(fresh.dispatcher, "build", build)
+    assert len(fresh.encode(items)) == 4
+    assert fresh.stats()["compilations"] == 4
+
+
+@needs_four
 def test_threads_share_an_encoder_of_several_devices():
     shared = four("qwen2_5_vl")
     items = shared.prepare(mixed("qwen2_5_vl", 6))
