@@ -271,7 +271,9 @@ class Dispatcher:
                         f"strict: the bucket of {bucket.tokens} tokens ({pixels} pixels) was not warmed up, "
                         "and compiling after warm-up is forbidden; warm it up, or pass strict=False"
                     )
-                executable = self.build(self.program(bucket, pixels), self.devices[device])
+                program = self.program(bucket, pixels)
+                with naming(self.devices[device], jax.errors.JaxRuntimeError):
+                    executable = self.build(program, self.devices[device])
                 self._count_build(executable)
                 check_fits(executable, memory_limit(self.devices[device]))
                 self._ready[key] = executable
