@@ -1,65 +1,58 @@
-"""What ``jaxvit inspect`` tells of a checkpoint and of this machine; what a user pastes into a bug report.
+"""What ``jaxvit inspect`` tells of a checkpoint on this machine; what a user pastes into a bug report.
 
-No weights are read: tensors are known from their headers, memory from executables.
+No weights are read: tensors are known from their headers, memory from the headers of the store's entries. What is wrong
+with a checkpoint is part of the answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import os
-import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import jax
-from rich.table import Table
+from flax import nnx
 
+from jaxvit import machine
 from jaxvit.buckets import ladder as ladders
 from jaxvit.buckets.executable import Program
-from jaxvit.buckets.store import Store
-from jaxvit.errors import CheckpointError, StoreError
-from jaxvit.layers import attention
+from jaxvit.buckets.store import MAX_HEADER, Store, default_folder
+from jaxvit.errors import CheckpointError, LadderError, StoreError
+from jaxvit.layers.fuse import parameter_shapes
 from jaxvit.models import family_of
 from jaxvit.models.family import Bucket, Family
-from jaxvit.weights import hub, manifests
-from jaxvit.weights.files import BITS, Stored, read_config_files, vision_tensors
-from jaxvit.weights.load import dtype_of
-
-PACKAGES = ("jaxvit", "jax", "jaxlib", "flax", "numpy", "pillow", "safetensors", "huggingface_hub")
-EXTRAS: Mapping[str, tuple[str, ...]] = {
-    "cuda12": ("jax-cuda12-plugin",),
-    "cuda13": ("jax-cuda13-plugin",),
-    "compare": ("torch", "torchvision", "transformers"),
-    "tokamax": ("tokamax",),
-    "video": ("av",),
-    "plots": ("matplotlib",),
-    "ray": ("ray",),
-}
-MIB = 2**20
+from jaxvit.weights import hub, load
+from jaxvit.weights.files import BITS, CONFIGS, INDEX, read_config_files, vision_tensors
+from jaxvit.weights.likeness import Likeness, likeness
+from jaxvit.weights.writing import is_random
 
 
 @dataclass(frozen=True)
-class Tensors:
+class Weights:
     """The vision part's tensors as the files hold them.
 
     Attributes:
-        manifest: the real checkpoint whose names and shapes are the same, None when there is none.
-        dtypes: dtype in the file -> tensors.
-        fault: why the files cannot be used, empty when they can.
+        dtypes: dtype in the files -> tensors.
+        dtype: of most of them; "" when it is not known.
+        random: they say of themselves that they were drawn by this package.
+        fault: why they cannot be loaded, "" when they can.
+        absent: there are none, which is no fault of theirs.
     """
 
-    count: int
-    parameters: int
-    bytes: int
-    dtypes: Mapping[str, int]
-    manifest: str | None
+    tensors: int = 0
+    parameters: int = 0
+    bytes: int = 0
+    dtypes: Mapping[str, int] = field(default_factory=dict)
+    dtype: str = ""
+    random: bool = False
     fault: str = ""
+    absent: bool = False
+    likeness: Likeness | None = None
 
 
 @dataclass(frozen=True)
@@ -67,235 +60,195 @@ class Rung:
     """A bucket of the ladder on this machine.
 
     Attributes:
-        attention: the backend that it runs on.
-        memory: bytes of inputs, temporaries, outputs, code; None while no executable is known.
+        attention: the backend that it runs on, or why there is none.
         stored: whether the store has its executable.
+        memory: bytes of weights, inputs, temporaries, outputs and code; None while the store has no executable.
+        seconds: that compiling took.
+        bytes: of the entry.
     """
 
     bucket: Bucket
     attention: str
-    memory: Mapping[str, int] | None
-    stored: bool
+    stored: bool = False
+    memory: Mapping[str, int] | None = None
+    seconds: float | None = None
+    bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """Everything; see :func:`inspect`."""
+    """Everything; see :func:`inspect`.
 
-    model: str
-    family: Family
+    Attributes:
+        files: name -> bytes, of the checkpoint's folder.
+        fault: why the config files cannot be used, "" when they can; then the rest of the checkpoint is unknown.
+        store: folder, fault, entries, bytes.
+        machine: see :mod:`jaxvit.machine`.
+    """
+
+    model: str | None
+    folder: str | None
+    files: Mapping[str, int]
+    fault: str
+    family: Family | None
+    overrides: Mapping[str, Any]
     dtype: str
-    tensors: Tensors
-    ladder: ladders.Ladder
+    weights: Weights | None
+    ladder: ladders.Ladder | None
     rungs: tuple[Rung, ...]
     store: Mapping[str, Any]
     machine: Mapping[str, Any]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON has it."""
-        return {
-            "model": self.model,
-            "family": self.family.name,
-            "dtype": self.dtype,
-            "config": _plain(self.family.config),
-            "processing": _plain(self.family.settings),
-            "tensors": _plain(self.tensors),
-            "ladder": {"source": self.ladder.source, "buckets": _plain(self.rungs)},
-            "store": _plain(self.store),
-            "machine": _plain(self.machine),
-        }
+    @property
+    def ok(self) -> bool:
+        """Nothing is wrong with the checkpoint, though its weights may be absent."""
+        return not self.fault and not (self.weights and self.weights.fault and not self.weights.absent)
 
-    def tables(self) -> list[Table]:
-        """The same for people."""
-        found = self.tensors
-        low, high = self.family.budget_range()
-        sizes = (
-            f"{found.count} tensors, {found.parameters / 1e6:.1f} M parameters, {_mib(found.bytes)} MiB in the files"
-        )
-        known = (
-            f"names and shapes as in {found.manifest}" if found.manifest else "names and shapes of no known checkpoint"
-        )
-        checkpoint = _pairs(
-            f"{self.model}",
-            {
-                "family": self.family.name,
-                "computes in": self.dtype,
-                "tensors": found.fault or f"{sizes} ({', '.join(f'{n} {d}' for d, n in found.dtypes.items())})",
-                **({} if found.fault else {"manifest": known}),
-                "tokens of a piece": f"{low} to {high}",
-                "embeddings": f"{self.family.width} wide, from {self.family.merge}x{self.family.merge} patches each",
-                "tower": _fields(self.family.config),
-                "processing": _fields(self.family.settings),
-            },
-        )
-        rungs = Table(title=f"ladder: {self.ladder.source}", title_justify="left")
-        for name in (
-            "tokens",
-            "patches",
-            "segments",
-            "windows",
-            "attention",
-            "inputs",
-            "temporaries",
-            "outputs",
-            "stored",
-        ):
-            rungs.add_column(name, justify="right" if name != "attention" else "left")
-        for rung in self.rungs:
-            size = rung.memory or {}
-            memory = [
-                f"{_mib(size[name])} MiB" if name in size else "?" for name in ("inputs", "temporaries", "outputs")
-            ]
-            capacity = map(str, (rung.bucket.tokens, rung.bucket.patches, rung.bucket.segments, rung.bucket.windows))
-            rungs.add_row(*capacity, rung.attention, *memory, "yes" if rung.stored else "no")
-        machine = dict(self.machine)
-        backends, extras, devices = machine.pop("attention"), machine.pop("extras"), machine.pop("devices")
-        about = _pairs(
-            "this machine",
-            {
-                "versions": ", ".join(f"{name} {version}" for name, version in machine.pop("versions").items()),
-                **machine,
-                "devices": "; ".join(f"{one['id']}: {one['kind']} ({one['platform']})" for one in devices),
-                "extras": "; ".join(f"{name}: {has or 'not installed'}" for name, has in extras.items()),
-                "attention": "; ".join(f"{name}: {why or 'yes'}" for name, why in backends.items()),
-                "store": self.store.get("fault") or "{folder}, {entries} executables, {mib} MiB".format(**self.store),
-            },
-        )
-        return [checkpoint, rungs, about]
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON has it, the user's home folder shortened."""
+        family = self.family
+        found: dict[str, Any] = {}
+        if self.model is not None:
+            found = {
+                "model": self.model,
+                "folder": self.folder,
+                "files": self.files,
+                "fault": self.fault,
+                "family": family.name if family else None,
+                "dtype": self.dtype,
+                "config": family.config if family else None,
+                "processing": family.settings if family else None,
+                "overrides": self.overrides,
+                "weights": self.weights,
+                "ladder": {"source": self.ladder.source, "buckets": self.rungs} if self.ladder else None,
+            }
+        return _plain(found | {"store": self.store, "machine": self.machine})
 
 
 def inspect(
-    model: str | os.PathLike[str],
+    model: str | os.PathLike[str] | None = None,
     *,
     dtype: str | None = None,
     budgets: Sequence[int] | str | None = None,
     processor: Mapping[str, Any] | None = None,
-    build: bool = False,
+    store: str | os.PathLike[str] | None = None,
 ) -> Inspection:
-    """Looks at a checkpoint and at this machine.
+    """Looks at a checkpoint and at this machine; changes neither, and fetches no weights.
 
     Args:
-        model, dtype, budgets, processor: as for ``jaxvit.load``.
-        build: compile what the store does not hold, to know every bucket's memory.
+        model, dtype, budgets, processor, store: as for ``jaxvit.load``; without a model, the machine alone.
     Raises:
-        CheckpointError: the config files cannot be used; faulty or missing weights are part of the answer.
+        CheckpointError: there is no such folder or repository. LadderError: the budgets cannot be used.
     """
-    model = os.fspath(model)
-    folder = hub.snapshot(model)
-    files = read_config_files(folder)
-    family = family_of(files, processor)
-    tensors, stored = _tensors(model, folder, family)
-    compute = dtype or ("float32" if stored == "float32" else "bfloat16")
-    device = jax.local_devices()[0]
-    ladder = ladders.resolve(family, budgets, device)
-    store, about = _store()
-    programs = [Program(family, bucket, compute, "uint8", device.platform) for bucket in ladder.buckets]
-    if build and store:
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            built = list(pool.map(lambda program: store.build(program, device).memory(), programs))
-    else:
-        built = [None] * len(programs)
-    rungs = tuple(_rung(program, device, store, memory) for program, memory in zip(programs, built, strict=True))
-    return Inspection(model, family, compute, tensors, ladder, rungs, about, machine(compute))
-
-
-def _tensors(model: str, folder: Path, family: Family) -> tuple[Tensors, str]:
+    store_folder = default_folder() if store is None else Path(store)
+    about, entries = _store(store_folder)
+    if model is None:
+        nothing = (None, None, {}, "", None, {}, dtype or "bfloat16", None, None, ())
+        return Inspection(*nothing, about, machine.report(dtype or "bfloat16"))
+    folder = hub.snapshot(os.fspath(model))
+    family, fault = None, ""
     try:
-        folder = hub.fetch_weights(model, folder, family.keys)
-        found = vision_tensors(folder, family.keys.prefix)
-        stored = dtype_of(folder, family.keys)
+        files = read_config_files(folder)
+        family = family_of(files, processor)
     except CheckpointError as error:
-        return Tensors(0, 0, 0, {}, None, str(error)), "bfloat16"
-    dtypes: dict[str, int] = {}
-    for one in found.values():
-        dtypes[one.dtype] = dtypes.get(one.dtype, 0) + 1
-    parameters = sum(prod(one.shape) for one in found.values())
-    size = sum(prod(one.shape) * BITS[one.dtype] // 8 for one in found.values())
-    return Tensors(len(found), parameters, size, dtypes, _manifest(found)), stored
+        files, fault = {}, str(error)
+    weights = _weights(folder, family, files.get("config.json", {})) if family else None
+    stored = weights.dtype if weights else ""
+    compute = dtype or ("float32" if stored == "float32" else "bfloat16")
+    devices, _ = machine.devices()
+    ladder = ladders.resolve(family, budgets, devices[0]) if family and devices else None
+    rungs = tuple(_rung(family, bucket, compute, devices[0], entries) for bucket in ladder) if family and ladder else ()
+    return Inspection(
+        os.fspath(model),
+        str(folder),
+        _files(folder),
+        fault,
+        family,
+        dict(processor or {}),
+        compute,
+        weights,
+        ladder,
+        rungs,
+        about,
+        machine.report(compute),
+    )
 
 
-def _manifest(found: Mapping[str, Stored]) -> str | None:
-    shapes = {name: one.shape for name, one in found.items()}
-    for name in manifests.names():
-        manifest = manifests.load(name)
-        if {tensor: shape for tensor, (shape, _) in manifest.tensors.items()} == shapes:
-            return manifest.repo_id
-    return None
+def _files(folder: Path) -> dict[str, int]:
+    """The files that matter here: config files, index, weights of any kind."""
+    suffixes = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf"}
+    names = {*CONFIGS, INDEX, "adapter_config.json"}
+    paths = sorted(path for path in folder.iterdir() if path.name in names or path.suffix in suffixes)
+    return {path.name: path.stat().st_size for path in paths if path.exists()}
 
 
-def _store() -> tuple[Store | None, dict[str, Any]]:
+def _weights(folder: Path, family: Family, config: Mapping[str, Any]) -> Weights:
     try:
-        store = Store()
+        found = vision_tensors(folder, family.keys.prefix)
+    except CheckpointError as error:
+        absent = not any(path.suffix in (".safetensors", ".bin", ".pt") for path in folder.iterdir())
+        return Weights(fault=str(error), absent=absent and not (folder / INDEX).exists())
+    fault = ""
+    try:
+        load.plan(found, family.keys, parameter_shapes(nnx.eval_shape(family.module)), config)
+    except CheckpointError as error:
+        fault = str(error)
+    return Weights(
+        tensors=len(found),
+        parameters=sum(prod(one.shape) for one in found.values()),
+        bytes=sum(prod(one.shape) * BITS.get(one.dtype, 0) // 8 for one in found.values()),
+        dtypes=Counter(one.dtype for one in found.values()),
+        dtype=load.dtype_of(folder, family.keys),
+        random=is_random(folder),
+        fault=fault,
+        likeness=likeness({name: one.shape for name, one in found.items()}, family),
+    )
+
+
+def _store(folder: Path) -> tuple[dict[str, Any], Store | None]:
+    """What is said of the store, and the store itself where it can be used. A missing one is not made."""
+    about: dict[str, Any] = {"folder": str(folder), "fault": "", "entries": 0, "bytes": 0}
+    if not folder.exists():
+        return about | {"fault": "not there yet: the first bucket that is compiled makes it"}, None
+    try:
+        store = Store(folder)
     except StoreError as error:
-        return None, {"fault": str(error)}
+        return about | {"fault": str(error)}, None
     entries = store.entries()
-    size = sum(int(entry.get("bytes", 0)) for entry in entries)
-    return store, {"folder": str(store.folder), "entries": len(entries), "mib": _mib(size)}
+    sizes = [one.get("bytes", 0) for one in entries if isinstance(one, dict)]
+    return about | {"entries": len(entries), "bytes": sum(size for size in sizes if isinstance(size, int))}, store
 
 
-def _rung(program: Program, device: jax.Device, store: Store | None, memory: Mapping[str, int] | None) -> Rung:
-    stored = False
-    if store:
-        try:
-            with store.path(program, device).open("rb") as file:
-                memory = memory or json.loads(file.readline())["memory"]
-                stored = True
-        except (OSError, ValueError, KeyError):
-            pass
-    return Rung(program.bucket, program.backend.name, memory, stored)
-
-
-def machine(dtype: str) -> dict[str, Any]:
-    """Versions, devices, extras, and for each attention backend why it cannot run here in ``dtype`` (None: it can)."""
-    devices = jax.local_devices()
-    kinds = [{"id": one.id, "kind": one.device_kind, "platform": one.platform} for one in devices]
-    return {
-        "versions": {name: _version(name) for name in PACKAGES},
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "backend": devices[0].client.platform_version.replace("\n", ", ").strip(),
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-        "devices": kinds,
-        "extras": {extra: _installed(names) for extra, names in EXTRAS.items()},
-        "attention": {name: one.why_not(devices[0].platform, dtype) for name, one in attention.BACKENDS.items()},
-    }
-
-
-def _version(name: str) -> str | None:
+def _rung(family: Family, bucket: Bucket, dtype: str, device: Any, store: Store | None) -> Rung:
+    program = Program(family, bucket, dtype, "uint8", device.platform)
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _installed(names: Sequence[str]) -> str | None:
-    """Versions of an extra's packages, None unless all are there."""
-    versions = [_version(name) for name in names]
-    return None if None in versions else ", ".join(f"{n} {v}" for n, v in zip(names, versions, strict=True))
-
-
-def _pairs(title: str, rows: Mapping[str, Any]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(name, str(value))
-    return table
-
-
-def _fields(value: Any) -> str:
-    return ", ".join(f"{field.name} {getattr(value, field.name)}" for field in dataclasses.fields(value))
-
-
-def _mib(size: int) -> str:
-    return f"{size / MIB:.1f}"
+        name = program.backend.name
+    except LadderError as error:
+        return Rung(bucket, str(error))
+    if store is None:
+        return Rung(bucket, name)
+    try:
+        with store.path(program, device).open("rb") as file:
+            header = json.loads(file.readline(MAX_HEADER))
+        return Rung(bucket, name, True, header["memory"], header["seconds"], header["bytes"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return Rung(bucket, name)
 
 
 def _plain(value: Any) -> Any:
+    """As JSON has it; the user's home folder becomes ``~``, wherever it stands."""
     if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    return short(str(value))
+
+
+def short(text: str) -> str:
+    """A text without the name of the user's home folder: reports are pasted where others read them."""
+    home = str(Path.home())
+    return text.replace(home + os.sep, "~" + os.sep) if len(home) > 1 else text

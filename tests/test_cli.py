@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -191,23 +192,42 @@ def test_compile_fills_the_store_and_a_second_run_compiles_nothing(run: Run, mod
     arguments = ("compile", model, "--budgets", "16,32", "--store", tmp_path / "store", "--dtype", "float32")
     first, second = run(*arguments), run(*arguments)
     assert (first.code, second.code) == (0, 0), first.err + second.err
-    assert first.out.count("compiled") == 2
-    assert second.out.count("from the store") == 2
-    assert "compiled" not in second.out
+    assert "2 compiled, 0 from the store" in first.out
+    assert "0 compiled, 2 from the store" in second.out
+    rows = re.findall(r"(\d+) │ +(\d+) │ (\w+) +│ compiled +│ +([\d.]+) │ +([\d.]+ [KM]iB)", first.out)
+    assert [row[:3] for row in rows] == [("16", "64", "dense"), ("32", "128", "dense")]
+    assert len(list((tmp_path / "store").iterdir())) == 2
     assert run(*arguments, "--quiet") == Outcome(0, "", "")
+
+
+def test_compile_takes_the_buckets_up_to_a_budget(run: Run, model: Path, tmp_path: Path) -> None:
+    arguments = ("compile", model, "--budgets", "16,32", "--store", tmp_path / "store", "--dtype", "float32", "--up-to")
+    assert "1 compiled" in run(*arguments, 16).out
+    refused = run(*arguments, 15)
+    assert refused.code == 2
+    assert "the smallest bucket has 16 tokens" in refused.err
 
 
 def test_inspect_tells_checkpoint_buckets_and_machine(run: Run, model: Path) -> None:
     outcome = run("inspect", model, "--budgets", "16,32")
     assert outcome.code == 0, outcome.err
-    for text in ("qwen2_5_vl", "54 tensors", "hidden_size 64", "16", "32", "dense: yes", "jaxlib"):
+    for text in ("qwen2_5_vl", "54 tensors", "hidden_size 64", "16", "32", "attention dense", "jaxlib"):
         assert text in outcome.out
+    assert outcome.err == ""
 
 
 def test_inspect_as_json_is_json(run: Run, model: Path) -> None:
     found = json.loads(run("inspect", model, "--budgets", "16,32", "--json").out)
     assert [rung["bucket"]["tokens"] for rung in found["ladder"]["buckets"]] == [16, 32]
     assert found["machine"]["versions"]["jaxvit"] == "0.1.0"
+
+
+def test_inspect_exits_with_1_when_the_checkpoint_cannot_be_used(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    outcome = run("inspect", tmp_path)
+    assert outcome.code == 1
+    assert "deepstack" in outcome.out
+    assert run("inspect").code == 0
 
 
 def test_show_draws_a_picture(run: Run, model: Path, photos: dict[str, Path], tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated, Any
 
 import typer
 
-from jaxvit.commands.console import Quiet, Talk, Verbose, progress, stdout
+from jaxvit.commands.console import Quiet, Talk, Verbose, progress, size, stdout
 from jaxvit.commands.options import Budgets, ComputeDtype, Model, Settings, StoreFolder, load
 
 
@@ -15,6 +16,9 @@ def compile(
     up_to: Annotated[
         int | None, typer.Option("--up-to", help="The largest budget, in tokens.", show_default=False)
     ] = None,
+    every_device: Annotated[
+        bool, typer.Option("--all-devices", help="For every local device, not the first alone.")
+    ] = False,
     store: StoreFolder = None,
     dtype: ComputeDtype = None,
     budgets: Budgets = None,
@@ -22,22 +26,58 @@ def compile(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Fills the executable store: every bucket of the ladder is compiled, so that later starts only load them."""
+    """Fills the executable store: every bucket of the ladder is compiled, so that later starts only load them.
+
+    What the store has already is loaded. Buckets are compiled in parallel, so their seconds overlap.
+    """
     from rich.table import Table
 
-    encoder = load(model, dtype, budgets, settings, store=store)
-    chosen = [bucket for bucket in encoder.ladder.buckets if up_to is None or bucket.tokens <= up_to]
-    table = Table(title=f"{encoder.family.name}, {encoder.dtype}")
-    for name in ("tokens", "patches", "executable", "seconds", "temporaries"):
-        table.add_column(name, justify="left" if name == "executable" else "right")
-    with progress("compiling", len(chosen) * len(encoder.dispatcher.devices)) as advance:
+    from jaxvit.buckets.store import Store
+
+    encoder = load(model, dtype, budgets, settings, store=store, devices="all" if every_device else None)
+    devices = encoder.dispatcher.devices
+    chosen = [bucket for bucket in encoder.ladder if up_to is None or bucket.tokens <= up_to]
+    if not chosen:
+        raise typer.BadParameter(
+            f"the smallest bucket has {encoder.ladder.buckets[0].tokens} tokens", param_hint="--up-to"
+        )
+    folder = Store(store)
+    table = Table(title=f"{encoder.family.name}, {encoder.dtype}, {devices[0].device_kind}", title_justify="left")
+    columns = ["device"] * (len(devices) > 1) + ["tokens", "patches"]
+    for name in columns:
+        table.add_column(name, justify="right")
+    for name in ("attention", "executable"):
+        table.add_column(name)
+    for name in ("seconds", "stored", "inputs", "temporaries", "outputs"):
+        table.add_column(name, justify="right")
+    counted = {"compiled": 0, "store": 0}
+    start = time.perf_counter()
+    with progress("compiling", len(chosen) * len(devices)) as advance:
 
         def ready(bucket: Any, executable: Any) -> None:
+            program, memory = executable.program, executable.memory()
+            path = folder.path(program, executable.device)
+            stored = size(path.stat().st_size) if path.is_file() else "not kept"
             how = "from the store" if executable.source == "store" else executable.source
-            temporaries = f"{executable.memory()['temporaries'] / 2**20:.1f} MiB"
-            table.add_row(str(bucket.tokens), str(bucket.patches), how, f"{executable.seconds:.1f}", temporaries)
-            advance(1, f"bucket of {bucket.tokens} tokens: {how}, {executable.seconds:.1f} s")
+            counted[executable.source] += 1
+            table.add_row(
+                *([str(executable.device.id)] if len(devices) > 1 else []),
+                str(bucket.tokens),
+                str(bucket.patches),
+                program.backend.name,
+                how,
+                f"{executable.seconds:.1f}",
+                stored,
+                *(size(memory[name]) for name in ("inputs", "temporaries", "outputs")),
+            )
+            table.caption = f"weights, once for all buckets: {size(memory['weights'])}"
+            advance(1, f"bucket of {bucket.tokens} tokens: {how}, {executable.seconds:.1f} s, {stored}")
 
         encoder.dispatcher.warmup(up_to, ready)
     if not Talk.quiet:
         stdout().print(table)
+        seconds = time.perf_counter() - start
+        stdout().print(
+            f"{counted['compiled']} compiled, {counted['store']} from the store, in {seconds:.1f} s: {folder.folder}",
+            markup=False,
+        )

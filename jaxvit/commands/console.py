@@ -78,3 +78,12 @@ def progress(description: str, total: int | None = None) -> Iterator[Any]:
             bar.update(task, advance=steps, description=None if description is None else escape(description))
 
         yield advance
+
+
+def size(count: int | None) -> str:
+    """Bytes for people; "?" where they are not known."""
+    if count is None:
+        return "?"
+    if count < 100 * 2**10:
+        return f"{count / 2**10:.1f} KiB"
+    return f"{count / 2**20:.1f} MiB" if count < 10 * 2**30 else f"{count / 2**30:.1f} GiB"
