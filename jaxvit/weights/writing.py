@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,13 @@ def write_checkpoint(
         weight_map = {name: files[number] for number, group in groups.items() for name in group}
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         write_json(folder / INDEX, index)
-    for number, group in groups.items():
-        _write(folder / files[number], group, seed, dtype, outliers)
+    with ThreadPoolExecutor(min(len(groups), os.cpu_count() or 1) or 1) as pool:
+        written = [
+            pool.submit(_write, folder / files[number], group, seed, dtype, outliers)
+            for number, group in groups.items()
+        ]
+    for each in written:
+        each.result()
     return folder
 
 
