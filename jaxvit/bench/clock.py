@@ -15,7 +15,7 @@ WARM = 4
 ROUNDS = 2
 """Rounds back to back; the quicker one counts."""
 PATIENCE = 20.0
-"""Seconds after which a slow device gets fewer calls, though never fewer than three."""
+"""Seconds of a measurement: a slow device gets fewer calls, though never fewer than three."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,17 @@ class Times:
     calls: int
 
 
-def timed(run: Callable[[], Any], wait: Callable[[Any], Any]) -> Times:
+def timed(run: Callable[[], Any], wait: Callable[[Any], Any], patience: float = PATIENCE) -> Times:
     """Times a call.
 
     Args:
         run: issues the work and may return before it is done.
         wait: takes what ``run`` returned, and returns when that is there.
+        patience: seconds that all calls may take before they become fewer.
     """
     wait(run())
     first = _seconds(run, wait)
-    calls = max(3, min(CALLS, int(PATIENCE / (1 + ROUNDS) / max(first, 1e-9))))
+    calls = max(3, min(CALLS, int(patience / (1 + ROUNDS) / max(first, 1e-9))))
     if calls == CALLS:
         for _ in range(WARM - 2):
             wait(run())

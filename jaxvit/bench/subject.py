@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,6 +24,8 @@ from jaxvit.layers.fuse import parameter_shapes
 from jaxvit.layers.linear import dot
 from jaxvit.models.family import Piece
 from jaxvit.reference.tower import flops, tower_of
+from jaxvit.tiny import random_full_size
+from jaxvit.weights import manifests
 from jaxvit.weights.load import load_parameters
 
 if TYPE_CHECKING:
@@ -31,6 +36,21 @@ if TYPE_CHECKING:
 def share_memory() -> None:
     """Leaves half of a GPU to PyTorch. Takes effect before JAX first touches a device."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+
+
+@contextmanager
+def random_checkpoint(name: str, layers: int | None = None) -> Iterator[Path]:
+    """A temporary folder with random weights in the shapes of a real checkpoint, and its config files.
+
+    Args:
+        name: of a manifest in ``weights/manifests/``, or the repository's id.
+        layers: keep only the first ones; None for all.
+    """
+    manifest = manifests.load(name)
+    # Kimi's two shards are where the hub has them; the others are cut for as many threads.
+    options = {} if manifest.files["config.json"]["model_type"] == "kimi_k25" else {"shards": 16}
+    with TemporaryDirectory(prefix="jaxvit-") as temporary:
+        yield random_full_size(name, Path(temporary) / Path(manifest.repo_id).name, layers, **options)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,329 @@
+"""``jaxvit tune``: measures what every bucket costs on this device, and makes a ladder of the ones worth having.
+
+For each bucket, every attention backend that can run here is timed alone; the whole encoder is compiled for the winner
+only, and timed with the bucket filled by few large and by many small pieces. A line through these times over the sum of
+squared segment lengths gives the bucket's constant and slope. A bucket that costs as much as a larger one is left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxvit import paths
+from jaxvit.bench.clock import timed
+from jaxvit.bench.loads import repainted, split
+from jaxvit.bench.report import environment
+from jaxvit.buckets import ladder as _ladder
+from jaxvit.buckets.executable import Program, compiler_options, own_settings
+from jaxvit.encoder import Encoder
+from jaxvit.errors import CapacityError
+from jaxvit.layers import attention
+from jaxvit.models.family import Bucket, Piece
+from jaxvit.reference.tower import tower_of
+
+log = logging.getLogger("jaxvit")
+
+PARTS = (1, 4, 16, 64)
+"""Equal shares into which a bucket is cut; each share is one piece, or as few as are legal."""
+REPEAT, REPEAT_TO = 8, 4096
+"""Times that attention runs inside one program, up to so many patches: alone, it is shorter than issuing a call."""
+ATTENTION_PATIENCE, CALL_PATIENCE = 0.2, 1.0
+"""Seconds of a measurement."""
+DENSE_SCORES = 2 * 2**30
+"""Bytes of float32 scores above which dense attention is not tried."""
+LOST = 2.0
+"""A backend this many times slower than the best is not tried on larger buckets, from ``LOST_FROM`` patches on."""
+LOST_FROM = 1024
+SAME = 0.02
+"""Buckets whose calls differ by no more than this cost the same."""
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "depth", "num_attention_heads", "num_heads"),
+    *("vision_feature_layer", "patch_size"),
+)
+"""Fields of a family's configuration that decide its tower's speed; a ladder is for towers that agree in them."""
+
+
+@dataclass
+class Measured:
+    """One bucket.
+
+    Attributes:
+        attention: milliseconds of all the tower's attention by backend, or why there are none.
+        points: (sum of squared segment lengths, milliseconds of a call).
+        dropped: why the bucket is not in the ladder, None if it is.
+    """
+
+    bucket: Bucket
+    attention: dict[str, float | str] = field(default_factory=dict)
+    points: list[tuple[float, float]] = field(default_factory=list)
+    dropped: str | None = None
+
+    def cost(self, squares: float) -> float:
+        """Milliseconds of a call by the fit."""
+        return (self.bucket.constant or 0.0) + (self.bucket.slope or 0.0) * squares
+
+
+@dataclass
+class Tuned:
+    """What tuning found.
+
+    Attributes:
+        ladder: the buckets worth having, with measured costs.
+        measured: all that were measured, ascending.
+        match: for which family, device and sizes the ladder is.
+        record: on what it was measured.
+    """
+
+    ladder: _ladder.Ladder
+    measured: list[Measured]
+    match: dict[str, Any]
+    record: dict[str, Any]
+
+    def write(self, path: Path) -> None:
+        _ladder.write(self.ladder, path, self.match, self.record)
+
+    def table(self) -> tuple[str, list[str], list[list[str]]]:
+        """Title, column names, rows."""
+        names = [name for name in attention.BACKENDS if any(name in one.attention for one in self.measured)]
+        columns = ["tokens", "patches", *(f"{name}, ms" for name in names), "attention"]
+        columns += ["few large, ms", "many small, ms", "constant, ms", "slope, ms per Mpatch²", ""]
+        rows = []
+        for one in self.measured:
+            bucket = one.bucket
+            alone = [one.attention.get(name) for name in names]
+            cells = [str(bucket.tokens), str(bucket.patches)]
+            cells += [f"{value:.3f}" if isinstance(value, float) else "-" for value in alone]
+            cells.append(bucket.attention)
+            cells += [f"{point[1]:.3f}" for point in (one.points[0], one.points[-1])] if one.points else ["-", "-"]
+            cells += [f"{bucket.constant:.3f}", f"{bucket.slope * 1e6:.3f}"] if one.points else ["-", "-"]
+            rows.append([*cells, one.dropped or ""])
+        return f"{self.match['family']} on {self.match['device']}; attention is all blocks' together", columns, rows
+
+
+def tune(
+    encoder: Encoder,
+    ladder: _ladder.Ladder | None = None,
+    *,
+    note: Callable[[str], None] = log.info,
+) -> Tuned:
+    """Measures a ladder's buckets.
+
+    Args:
+        encoder: loaded with ``attention="auto"``; its first device is measured.
+        ladder: the candidates; None for the family's default.
+        note: told what is being done.
+    Raises:
+        ValueError: the encoder's attention backend is fixed. CapacityError: no bucket fits on the device.
+    """
+    dispatcher, family = encoder.dispatcher, encoder.family
+    if dispatcher.attention != "auto":
+        raise ValueError(f'this encoder has attention={dispatcher.attention!r} for every bucket; load it with "auto"')
+    device = dispatcher.devices[0]
+    candidates = ladder or _ladder.default_ladder(family, device.platform)
+    measured: list[Measured] = []
+    lost: set[str] = set()
+    for bucket in candidates:
+        note(f"attention of {bucket.tokens} tokens")
+        one = Measured(bucket)
+        _attention_alone(encoder, one, lost)
+        measured.append(one)
+    _build(encoder, measured, note)
+    for one in measured:
+        if one.dropped is None:
+            note(f"calls of {one.bucket.tokens} tokens")
+            try:
+                one.points = _calls(encoder, one.bucket)
+                one.bucket = fitted(one.bucket, one.points)
+            except Exception as error:
+                log.warning("tune: the bucket of %d tokens", one.bucket.tokens, exc_info=True)
+                one.dropped = f"{type(error).__name__}: {error}"[:200]
+    drop_equals(measured)
+    kept = tuple(one.bucket for one in measured if one.dropped is None)
+    if not kept:
+        raise CapacityError(f"no bucket of {candidates.source} runs on {device.device_kind}: {measured[0].dropped}")
+    sizes = {name: getattr(family.config, name) for name in SIZES if hasattr(family.config, name)}
+    facts = environment(device)
+    packages = ("jaxvit", "jax", "jaxlib", "tokamax", *(name for name in facts["packages"] if "cudnn" in name))
+    record = {name: facts["packages"][name] for name in packages if name in facts["packages"]}
+    record |= {"driver": facts["driver"]} if facts["driver"] else {}
+    record |= {"dtype": encoder.dtype, "candidates": candidates.source}
+    match = {"family": family.name, "device": device.device_kind, "sizes": sizes}
+    return Tuned(_ladder.Ladder(kept, "tuned", candidates.rule), measured, match, record)
+
+
+def default_path(model: str, device_kind: str) -> Path:
+    """``buckets/<device>/<model>.toml``, such as ``buckets/h200/lfm2_5_vl_450m.toml``."""
+    device = _slug(device_kind.lower().replace("nvidia", ""))
+    return paths.data("buckets") / device / f"{_slug(re.sub('-Instruct$', '', Path(model).name))}.toml"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
+
+
+# Attention alone
+
+
+def _attention_alone(encoder: Encoder, one: Measured, lost: set[str]) -> None:
+    """Times every backend and puts the fastest into the bucket."""
+    dispatcher = encoder.dispatcher
+    device, platform = dispatcher.devices[0], dispatcher.devices[0].platform
+    programs: dict[str, Program] = {}
+    for name, backend in attention.BACKENDS.items():
+        scores = 4.0 * one.bucket.patches**2 * tower_of(encoder.family).heads
+        reason = backend.why_not(platform, encoder.dtype)
+        if reason is None and name == "dense" and scores > DENSE_SCORES:
+            reason = "its scores are too large"
+        if reason is None and name in lost:
+            reason = "lost on a smaller bucket"
+        if reason is None:
+            programs[name] = dispatcher.program(replace(one.bucket, attention=name), "uint8")
+        else:
+            one.attention[name] = reason
+    loads = [pieces for parts in (PARTS[0], PARTS[2]) if (pieces := _filled(encoder, one.bucket, parts))]
+
+    def compiled(program: Program) -> list[tuple[int, Any, list[Any]]] | str:
+        try:
+            return _attention_programs(encoder, program, loads, device)
+        except Exception as error:
+            log.warning("tune: %s at %d tokens", program.backend.name, one.bucket.tokens, exc_info=True)
+            return f"{type(error).__name__}: {error}"[:200]
+
+    with ThreadPoolExecutor(len(programs) or 1) as pool:
+        ready = dict(zip(programs, pool.map(compiled, programs.values()), strict=True))
+    for name, found in ready.items():
+        if isinstance(found, str):
+            one.attention[name] = found
+            continue
+        try:
+            total = 0.0
+            for blocks, run, inputs in found:
+                for arrays in inputs:
+                    times = timed(lambda: run(*arrays), jax.block_until_ready, ATTENTION_PATIENCE)  # noqa: B023
+                    total += blocks * times.back_to_back / _repeat(one.bucket) / len(inputs)
+            one.attention[name] = total
+        except Exception as error:
+            log.warning("tune: %s at %d tokens", name, one.bucket.tokens, exc_info=True)
+            one.attention[name] = f"{type(error).__name__}: {error}"[:200]
+    times = {name: value for name, value in one.attention.items() if isinstance(value, float)}
+    if not times and lost:
+        lost.clear()
+        return _attention_alone(encoder, one, lost)
+    if not times:
+        one.dropped = "no attention backend ran"
+        return
+    best = min(times, key=lambda name: times[name])
+    if one.bucket.patches >= LOST_FROM:
+        lost |= {name for name, value in times.items() if value > LOST * times[best]}
+    one.bucket = replace(one.bucket, attention=best)
+
+
+def _attention_programs(
+    encoder: Encoder, program: Program, loads: Sequence[Sequence[Piece]], device: jax.Device
+) -> list[tuple[int, Any, list[Any]]]:
+    """For each segment set: blocks that use it, the compiled function, and its inputs for each load."""
+    family, tower, backend = encoder.family, tower_of(encoder.family), program.backend
+    dtype, patches = jnp.dtype(encoder.dtype), program.bucket.patches
+    scale = family.config.head_dim**-0.5
+    padded = dict(program.weights.matrices)[f"blocks.0.{tower.qkv}.kernel"][1] // (3 * tower.heads)
+    generator = np.random.default_rng(0)
+    q, k, v = (
+        jax.device_put(generator.standard_normal((patches, tower.heads, padded), np.float32).astype(dtype), device)
+        for _ in range(3)
+    )
+
+    def repeated(q: Any, k: Any, v: Any, metadata: Any) -> Any:
+        for _ in range(_repeat(program.bucket)):
+            q = backend(q, k, v, metadata, scale)
+        return q
+
+    found = []
+    for reach, blocks in Counter(tower.reaches).items():
+        room = program._segments(reach)
+        inputs = []
+        for pieces in loads:
+            arrays = backend.metadata(family.lengths(pieces)[reach], patches, room)
+            inputs.append((q, k, v, jax.device_put(dict(arrays), device)))
+        with own_settings():
+            lowered = jax.jit(repeated).lower(*inputs[0])
+        found.append((blocks, lowered.compile(compiler_options=compiler_options(program)), inputs))
+    return found
+
+
+def _repeat(bucket: Bucket) -> int:
+    return REPEAT if bucket.patches <= REPEAT_TO else 1
+
+
+def _filled(encoder: Encoder, bucket: Bucket, parts: int) -> tuple[Piece, ...] | None:
+    return repainted(encoder.family.example(bucket)) if parts == 1 else split(encoder.family, bucket, parts)
+
+
+# Whole calls
+
+
+def _build(encoder: Encoder, measured: Sequence[Measured], note: Callable[[str], None]) -> None:
+    """Compiles the encoder for every bucket's winner, in parallel threads. One that fails is met again when timed."""
+    dispatcher = encoder.dispatcher
+    waiting = [one for one in measured if one.dropped is None]
+    note(f"compiling {len(waiting)} buckets")
+    try:
+        for _ in dispatcher._built([(one.bucket, "uint8", 0) for one in waiting]):
+            pass
+    except Exception:
+        log.warning("tune: compiling failed", exc_info=True)
+
+
+def _calls(encoder: Encoder, bucket: Bucket) -> list[tuple[float, float]]:
+    """(sum of squared segment lengths, milliseconds of a call back to back), from few large to many small pieces."""
+    dispatcher = encoder.dispatcher
+    executable = dispatcher.executable(bucket)
+    points = []
+    for parts in PARTS:
+        pieces = _filled(encoder, bucket, parts)
+        if not pieces:
+            continue
+        squares = float(sum(piece.rows**2 for piece in pieces))
+        if points and squares >= points[-1][0]:
+            continue
+        placed = executable.place(executable.program.fill(pieces))
+        jax.block_until_ready(placed)
+        times = timed(
+            lambda placed=placed: executable.run(dispatcher.weights[0], placed), jax.block_until_ready, CALL_PATIENCE
+        )
+        points.append((squares, times.back_to_back))
+    return points
+
+
+def fitted(bucket: Bucket, points: Sequence[tuple[float, float]]) -> Bucket:
+    """The bucket with constant and slope of the line through the points; neither is negative."""
+    squares, milliseconds = np.array(points, float).T
+    spread = squares - squares.mean()
+    slope = 0.0 if len(points) < 2 else max(0.0, float(spread @ milliseconds / (spread @ spread)))
+    constant = float(milliseconds.mean() - slope * squares.mean())
+    if constant < 0:  # all of it is attention
+        slope, constant = float(squares @ milliseconds / (squares @ squares)), 0.0
+    return replace(bucket, constant=float(f"{constant:.5g}"), slope=float(f"{slope:.5g}"))
+
+
+def drop_equals(measured: Sequence[Measured]) -> None:
+    """Marks buckets whose fullest call costs no less than on a larger bucket that is kept."""
+    kept: list[Measured] = []
+    for one in reversed([one for one in measured if one.dropped is None]):
+        squares = max(point[0] for point in one.points)
+        for larger in kept:
+            if larger.bucket.holds(one.bucket.capacity) and larger.cost(squares) <= (1 + SAME) * one.cost(squares):
+                one.dropped = f"costs as much as {larger.bucket.tokens} tokens"
+                break
+        else:
+            kept.append(one)
