@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 import jaxvit
 from jaxvit import tiny
@@ -25,6 +29,20 @@ def checkpoint(name: str) -> Path:
 def encoder(name: str, dtype: str = "float32") -> jaxvit.Encoder:
     """One encoder a family and dtype: its executables are compiled once for all tests."""
     return jaxvit.load(checkpoint(name), dtype=dtype, budgets=BUDGETS, store=False)
+
+
+def reweighted(name: str, folder: Path, pattern: str, change: Callable[[np.ndarray], np.ndarray]) -> Path:
+    """A copy of a family's tiny checkpoint in which the tensors of that name are changed."""
+    shutil.copytree(checkpoint(name), folder)
+    found = 0
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for key in [key for key in tensors if re.search(pattern, key)]:
+            tensors[key] = change(tensors[key].astype(np.float32)).astype(np.float32)
+            found += 1
+        save_file(tensors, file)
+    assert found
+    return folder
 
 
 def picture(height: int, width: int, seed: int = 0) -> np.ndarray:

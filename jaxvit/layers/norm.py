@@ -1,4 +1,7 @@
-"""Normalisation over the last axis, computed in float32 whatever the dtype."""
+"""Normalisation over the last axis, computed in float32 whatever the dtype.
+
+A row whose squares overflow float32 becomes NaN: the quotient would be 0, and a broken result would look whole.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Float[Array, "... width"]) -> Float[Array, "... width"]:
         wide = x.astype(jnp.float32)
         centred = wide - wide.mean(-1, keepdims=True)
-        y = centred * lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + self.eps)
+        y = centred * inverse_root(jnp.square(centred).mean(-1, keepdims=True), self.eps)
         return (y * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
@@ -32,5 +35,10 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... width"]) -> Float[Array, "... width"]:
         wide = x.astype(jnp.float32)
-        y = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
+        y = wide * inverse_root(jnp.square(wide).mean(-1, keepdims=True), self.eps)
         return y.astype(x.dtype) * self.scale[...]
+
+
+def inverse_root(square: Float[Array, "... 1"], eps: float) -> Float[Array, "... 1"]:
+    """1 / sqrt(mean square + eps), NaN where the mean square is infinite."""
+    return jnp.where(square == jnp.inf, jnp.nan, lax.rsqrt(square + eps))

@@ -1,0 +1,379 @@
+"""Errors in their place, numbers that are not finite, threads and interrupts: what one encoder takes in a long life."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxvit
+from jaxvit import encoder as encoders
+from jaxvit.buckets.dispatcher import Output
+from jaxvit.buckets.executable import Executable, Program
+from jaxvit.errors import CapacityError, DependencyError, MediaError, NumericsError
+from jaxvit.layers.linear import Linear
+from jaxvit.models.family import Item
+from tests.families import BUDGETS, FAMILIES, VIDEO, checkpoint, clip, encoder, media, picture, reweighted
+
+ONE_OF_EACH = ("qwen2_5_vl", "kimi_k25", "lfm2_5_vl")
+
+
+def load(name: str, **options: Any) -> jaxvit.Encoder:
+    return jaxvit.load(checkpoint(name), **{"dtype": "float32", "budgets": BUDGETS, "store": False, **options})
+
+
+def same_bits(ours: Any, theirs: Any) -> bool:
+    return len(ours) == len(theirs) and all(map(np.array_equal, ours, theirs))
+
+
+# Errors in their place
+
+
+def test_a_missing_extra_takes_the_place_of_its_item(monkeypatch: pytest.MonkeyPatch):
+    shared = encoder("qwen2_5_vl")
+    expected = list(shared.encode([picture(56, 56), picture(84, 56)]))
+    monkeypatch.setitem(sys.modules, "av", None)
+    call = [picture(56, 56), jaxvit.Video.open("clip.mp4"), picture(84, 56)]
+    found = shared.encode(call, on_error="return")
+    assert isinstance(found[1], DependencyError)
+    assert str(found[1]).startswith("item 1: ")
+    assert same_bits([found[0], found[2]], expected)
+    with pytest.raises(DependencyError, match=r"item 1: .*jaxvit\[video\]"):
+        shared.encode(call)
+
+
+def test_a_piece_too_large_takes_the_place_of_its_item_and_its_index_counts_bad_items(compilations):
+    small = load("qwen2_5_vl", budgets=[64], on_overflow="error")
+    call = [None, picture(56, 84), picture(300, 300), picture(84, 56)]
+    found = small.encode(call, on_error="return")
+    assert [type(each) for each in found] == [MediaError, np.ndarray, CapacityError, np.ndarray]
+    assert "item 2: piece 0 of 484 patches" in str(found[2])
+    assert same_bits([found[1], found[3]], small.encode([call[1], call[3]]))
+    assert len(found.plan.calls) == 1
+    with pytest.raises(CapacityError, match="item 1: piece 0"):
+        small.encode(call[1:])
+
+
+def test_an_item_without_pieces_is_refused():
+    with pytest.raises(MediaError, match="item 1: an Item without pieces"):
+        encoder("kimi_k25").encode([picture(28, 28), Item((), (), 0)])
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in VIDEO])
+def test_a_family_without_video_says_so(name: str):
+    with pytest.raises(MediaError, match="item 1: lfm2_vl has no video input; pass the frames as images"):
+        encoder(name).encode([picture(64, 64), clip(2, 64, 64)])
+
+
+def test_choices_are_checked_before_anything_runs():
+    shared = encoder("lfm2_5_vl")
+    for wrong in ("float64", "int8", "f4"):
+        with pytest.raises(ValueError, match=f"out_dtype is '{wrong}'; choose one of 'float32', 'bfloat16'"):
+            shared.encode(picture(64, 64), out_dtype=wrong)
+    for call in (shared.encode, shared.encode_iter):
+        with pytest.raises(ValueError, match="out_dtype float16 is refused: embeddings may overflow its range"):
+            call([picture(64, 64)], out_dtype="float16")
+
+
+# Numbers that are not finite
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32"])
+def test_the_compute_dtype_follows_the_checkpoint_and_float16_becomes_bfloat16_with_a_warning(stored: str):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = encoders._dtype(None, stored)
+    assert found == {"float16": "bfloat16"}.get(stored, stored)
+    assert [str(one.message)[:25] for one in caught] == ["the checkpoint is float16"] * (stored == "float16")
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_float16_checkpoint_loads_as_bfloat16_and_float16_is_refused(name: str, tmp_path: Path):
+    folder = reweighted(name, tmp_path / "half", "never|weight", lambda array: array)
+    from safetensors.numpy import load_file, save_file
+
+    for file in folder.glob("*.safetensors"):
+        save_file({k: v.astype(np.float16) if v.dtype.kind == "f" else v for k, v in load_file(file).items()}, file)
+    with pytest.warns(UserWarning, match="the checkpoint is float16, whose range these towers overflow"):
+        half = jaxvit.load(folder, budgets=BUDGETS, store=False)
+    assert half.dtype == "bfloat16"
+    with pytest.raises(ValueError, match="dtype float16 is refused: these towers overflow its range"):
+        jaxvit.load(folder, dtype="float16", store=False)
+
+
+def sharing(other: jaxvit.Encoder, shared: jaxvit.Encoder) -> jaxvit.Encoder:
+    """Another set of weights through the executables of an encoder of the same sizes."""
+    other.dispatcher._ready, other.dispatcher._exact = shared.dispatcher._ready, shared.dispatcher._exact
+    return other
+
+
+MEAN = {"qwen2_5_vl": (123, 117, 104)}
+PATCHES = r"patch_embed.*proj\.weight|patch_embedding\.weight"
+HIDDEN = r"(blocks|layers)\.1\.mlp\.(down_proj|fc1|fc2)\.weight"
+
+
+def plain(name: str, white: bool) -> np.ndarray:
+    """White, or the family's mean colour, which the normalisation turns into almost nothing."""
+    return np.full((56, 56, 3), 255 if white else MEAN.get(name, (127,) * 3), np.uint8)
+
+
+@pytest.mark.parametrize("bucketed", [True, False], ids=["bucketed", "exact"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_the_item_that_overflows_is_named_and_the_others_are_whole(
+    name: str, dtype: str, bucketed: bool, tmp_path: Path
+):
+    folder = reweighted(name, tmp_path / "huge", PATCHES, lambda array: array * 1e20)
+    huge = sharing(jaxvit.load(folder, dtype=dtype, budgets=BUDGETS, store=False), encoder(name, dtype))
+    gray, white = plain(name, False), plain(name, True)
+    expected = list(huge.encode([gray, gray, gray], bucketed=bucketed))
+    assert all(np.isfinite(rows).all() for rows in expected)
+
+    found = huge.encode([gray, white, gray], bucketed=bucketed)
+    for read in (lambda: found[1], lambda: list(found), lambda: found.packed, lambda: found.kept(1)):
+        with pytest.raises(NumericsError, match=r"item 1: .* embeddings are not finite") as caught:
+            read()
+        assert caught.value.index == 1
+    assert same_bits([found[0], found[2]], expected[::2])
+
+    found = huge.encode([None, gray, white, gray], on_error="return", bucketed=bucketed)
+    assert [type(each) for each in found] == [MediaError, np.ndarray, NumericsError, np.ndarray]
+    assert found[2].index == 2
+    assert found.kept(2) is None
+    assert {item for _, item, _, _ in found.packed} == {1, 3}
+    assert same_bits(huge.encode([gray, gray, gray], bucketed=bucketed), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("weight", [np.nan, np.inf, 3e38])
+def test_a_weight_that_is_no_number_or_overflows_is_never_passed_over(
+    name: str, dtype: str, weight: float, tmp_path: Path
+):
+    def one(array: np.ndarray) -> np.ndarray:
+        if weight == 3e38:
+            return np.full_like(array, weight)
+        array.flat[7] = weight
+        return array
+
+    folder = reweighted(name, tmp_path / "bad", HIDDEN, one)
+    bad = sharing(jaxvit.load(folder, dtype=dtype, budgets=BUDGETS, store=False), encoder(name, dtype))
+    for bucketed in (True, False):
+        found = bad.encode([picture(56, 56), picture(56, 56, 1)], bucketed=bucketed, on_error="return")
+        assert [type(each) for each in found] == [NumericsError] * 2
+        assert [each.index for each in found] == [0, 1]
+        assert found.packed == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_activations_beyond_the_range_of_float16_stay_finite(name: str, dtype: str, tmp_path: Path):
+    """White, black and noise through one weight matrix that is scaled so far that its products pass 1e5."""
+    folder = reweighted(name, tmp_path / "large", HIDDEN, lambda array: array * 1e7)
+    large = sharing(jaxvit.load(folder, dtype=dtype, budgets=BUDGETS, store=False), encoder(name, dtype))
+    call = [plain(name, True), np.zeros((56, 56, 3), np.uint8), picture(56, 56)]
+    if dtype == "float32":
+        taps = [large.intermediates(item)[0] for item in large.prepare(call)[2:]]
+        assert max(np.abs(value).max() for tap in taps for value in tap.values()) > 65504
+    assert all(np.isfinite(rows).all() for rows in large.encode(call))
+
+
+# Threads
+
+
+def calls_of(name: str) -> list[list[Any]]:
+    """Calls of several kinds and lengths, some of their items bad."""
+    generator = np.random.default_rng(5)
+    found: list[list[Any]] = [media(name), [None], [picture(30, 200, 9)], [b"bad", picture(64, 64, 8), "no/such/file"]]
+    for number in range(8):
+        sides = generator.integers(1, 200, (int(generator.integers(1, 5)), 2))
+        call: list[Any] = [picture(int(h), int(w), number) for h, w in sides if max(h, w) < 50 * min(h, w)]
+        if number % 3 == 0:
+            call.insert(1, b"not a picture")
+        found.append(call)
+    return found
+
+
+def results_of(shared: jaxvit.Encoder, call: list[Any]) -> list[Any]:
+    return [
+        (type(each), str(each)) if isinstance(each, Exception) else each.copy()
+        for each in shared.encode(call, on_error="return")
+    ]
+
+
+def equal(ours: list[Any], theirs: list[Any]) -> bool:
+    pairs = list(zip(ours, theirs, strict=True))
+    return all(a == b if isinstance(a, tuple) else isinstance(b, np.ndarray) and np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_16_threads_get_the_bits_of_a_serial_run_from_their_first_call_on(name: str):
+    calls = calls_of(name)
+    expected = [results_of(encoder(name), call) for call in calls]
+    fresh, barrier = load(name), threading.Barrier(16)
+    wrong: list[Any] = []
+
+    def work(number: int) -> None:
+        order = random.Random(number).sample(range(len(calls)), len(calls))
+        barrier.wait()
+        for index in order:
+            try:
+                if not equal(results_of(fresh, calls[index]), expected[index]):
+                    wrong.append((number, index))
+            except Exception as error:
+                wrong.append((number, index, error))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(240)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+    assert fresh.stats()["compilations"] == len(BUDGETS)
+    assert sum(one["calls"] for one in fresh.stats()["buckets"].values()) > 16 * len(calls) // 2
+
+
+def test_one_result_may_be_read_by_many_threads():
+    found = encoder("kimi_k25").encode(media("kimi_k25") * 3)
+    expected = list(encoder("kimi_k25").encode(media("kimi_k25") * 3))
+    read: dict[int, list[np.ndarray]] = {}
+    threads = [threading.Thread(target=lambda n=n: read.__setitem__(n, list(found))) for n in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(read) == 16
+    assert all(same_bits(arrays, expected) for arrays in read.values())
+
+
+def test_threads_that_compile_leave_the_process_its_stack_size():
+    assert threading.stack_size() == 0
+    fresh = load("lfm2_5_vl")
+    sizes: set[int] = set()
+    threads = [threading.Thread(target=fresh.warmup) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        sizes.add(threading.stack_size())
+        time.sleep(0.01)
+    assert threading.stack_size() == 0
+    assert fresh.stats()["compilations"] == len(BUDGETS)
+    assert sizes
+
+
+# Interrupts
+
+
+class Once:
+    """Raises KeyboardInterrupt at the given call of a function, and never again."""
+
+    def __init__(self, function: Callable[..., Any], at: int = 1):
+        self.function, self.left = function, at
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+        return self.function(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self if instance is None else lambda *args, **kwargs: self(instance, *args, **kwargs)
+
+
+PLACES: dict[str, tuple[Any, str, int]] = {
+    "decoding": (encoders._media, "decode", 2),
+    "tracing": (Linear, "__call__", 3),
+    "lowering": (Program, "lower", 1),
+    "compiling": (jax.stages.Lowered, "compile", 1),
+    "filling": (Program, "fill", 1),
+    "placing": (Executable, "place", 1),
+    "running": (Executable, "run", 1),
+    "reading": (Output, "host", 2),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_call_that_is_interrupted_leaves_an_encoder_with_the_same_bits(
+    name: str, place: str, monkeypatch: pytest.MonkeyPatch
+):
+    call = [picture(56, 84, 1), picture(64, 64, 2)]
+    expected = list(encoder(name).encode(call))
+    touched = encoder(name) if place in ("decoding", "filling", "placing", "running", "reading") else load(name)
+    owner, attribute, at = PLACES[place]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, attribute, Once(getattr(owner, attribute), at))
+        with pytest.raises(KeyboardInterrupt):
+            list(touched.encode(call))
+        assert same_bits(touched.encode(call), expected)
+    assert same_bits(touched.encode(call), expected)
+    assert not touched.dispatcher._lock.locked()
+    assert not any(lock.locked() for lock in touched.dispatcher._building.values())
+
+
+def test_a_result_whose_reading_was_interrupted_can_be_read_again(monkeypatch: pytest.MonkeyPatch):
+    found = encoder("kimi_k25").encode([picture(56, 56), picture(84, 84)])
+    monkeypatch.setattr(Output, "host", Once(Output.host, 2))
+    with pytest.raises(KeyboardInterrupt):
+        list(found)
+    assert same_bits(found, encoder("kimi_k25").encode([picture(56, 56), picture(84, 84)]))
+
+
+def test_a_warm_up_that_is_interrupted_can_be_finished():
+    fresh = load("lfm2_5_vl")
+    build = fresh.dispatcher.build
+    fresh.dispatcher.build = Once(build, 2)
+    with pytest.raises(KeyboardInterrupt):
+        fresh.warmup(strict=True)
+    assert not fresh.dispatcher.strict
+    fresh.dispatcher.build = build
+    fresh.warmup(strict=True)
+    assert fresh.stats()["compilations"] == len(BUDGETS)
+    assert same_bits(fresh.encode(picture(64, 64)), encoder("lfm2_5_vl").encode(picture(64, 64)))
+
+
+def interrupted(rounds: int) -> None:
+    """Sends this process real SIGINTs at random moments of calls; the first rounds compile, too."""
+    rng = random.Random(6)
+    shared = load("qwen2_5_vl")
+    call = [picture(56, 84, 1), picture(64, 64, 2), b"bad", picture(200, 170, 3)]
+    expected = results_of(encoder("qwen2_5_vl"), call)
+    main, stopped, done = threading.get_ident(), 0, 0
+    for number in range(rounds):
+        delay = rng.uniform(0, 1.0 if number < 4 else 0.05)
+        timer = threading.Timer(delay, signal.pthread_kill, (main, signal.SIGINT))
+        try:
+            timer.start()
+            while True:
+                results_of(shared, call)
+                done += 1
+        except KeyboardInterrupt:
+            stopped += 1
+        timer.join()
+        assert equal(results_of(shared, call), expected)
+    print(f"{stopped} interrupts among {done} whole calls: every call after them gave the first one's bits")
+    assert stopped == rounds
+    assert 1 <= shared.stats()["compilations"] <= len(BUDGETS)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal to a thread")
+def test_20_real_interrupts_change_no_bit_of_later_calls():
+    interrupted(20)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal to a thread")
+def test_500_real_interrupts_change_no_bit_of_later_calls():
+    interrupted(500)
