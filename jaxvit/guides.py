@@ -1,0 +1,202 @@
+"""The pictures of the guides, made by ``python -m jaxvit.guides`` (extra ``plots``).
+
+Each file carries the data that it was drawn from; the tests hold that data, not the pixels, against the code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+import jaxvit
+from jaxvit import media, paths, plots, tiny
+from jaxvit.buckets import planner
+from jaxvit.buckets.ladder import default_ladder
+from jaxvit.models import family_of
+from jaxvit.models.family import Family
+from jaxvit.sheet import EDGE, FAINT, INK, OURS, Words, figure_of, line
+from jaxvit.weights import manifests
+from jaxvit.weights.files import read_config_files
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PHOTOS = ("chelsea.png", "coffee.png", "rocket.jpg")
+DATA = "Description"
+"""The PNG text that holds a picture's data, as JSON."""
+FILL = "#eaeef2"
+
+
+def photo(name: str) -> np.ndarray:
+    return media.picture(paths.data("weights") / "demo" / "photos" / name)
+
+
+def families() -> dict[str, Family]:
+    """One of each, with the settings of the first real checkpoint."""
+    found: dict[str, Family] = {}
+    for name in manifests.names():
+        family = family_of(manifests.load(name).files)
+        found.setdefault(family.name, family)
+    return found
+
+
+# Ladders
+
+
+def ladders_data() -> dict[str, Any]:
+    """Budgets of every default ladder, and how the demo's photographs lie in one call of the longest of them."""
+    ladders = {
+        name: {platform: [bucket.tokens for bucket in default_ladder(family, platform)] for platform in ("gpu", "cpu")}
+        for name, family in families().items()
+    }
+    name = max(ladders, key=lambda name: len(ladders[name]["gpu"]))
+    family = families()[name]
+    ladder = default_ladder(family, "gpu")
+    items = [family.prepare(photo(one)) for one in PHOTOS]
+    (call,) = planner.plan([piece.demand for item in items for piece in item.pieces], ladder)
+    tokens = [items[piece].tokens for piece in call.pieces]
+    return {
+        "ladders": ladders,
+        "call": {"family": name, "bucket": ladder.buckets[call.bucket].tokens, "tokens": tokens},
+    }
+
+
+def draw_ladders(path: Path) -> None:
+    data = ladders_data()
+    rows, call = data["ladders"], data["call"]
+    width, head, bar, tall = 10.4, 0.86, 1.0, 0.96
+    height = head + bar + 0.95 + tall * len(rows) + 0.55
+    figure = figure_of(width, height)
+    padding = call["bucket"] - sum(call["tokens"])
+    line(figure, EDGE, 0.36, Words("A call, and the ladders it is chosen from", INK, 13, "bold"))
+    said = f"{len(call['tokens'])} photographs in one call of the bucket of {call['bucket']} tokens ({call['family']})"
+    line(figure, EDGE, 0.66, Words(said, size=9.5))
+    axes = figure.add_axes((EDGE / width, 1 - (head + bar) / height, 1 - 2 * EDGE / width, bar / height))
+    _bucket(axes, call, (width - 2 * EDGE) / bar)
+    start = 0
+    for tokens, text in [*((count, f"{count} tokens") for count in call["tokens"]), (padding, f"{padding} padding")]:
+        x = EDGE + start / call["bucket"] * (width - 2 * EDGE)
+        line(figure, x + (0.03 if start else 0), head + bar + 0.2, Words(text))
+        start += tokens
+    top = head + bar + 0.95
+    line(figure, EDGE, top - 0.22, Words("default ladders: budgets in output tokens", INK, 10.5, "bold"))
+    most = max(budgets[-1] for ladder in rows.values() for budgets in ladder.values())
+    axes = figure.add_axes((1.75 / width, 0.55 / height, 1 - (1.75 + EDGE + 0.15) / width, tall * len(rows) / height))
+    _ladders(axes, rows, call, most)
+    for number, (name, ladder) in enumerate(rows.items()):
+        middle = top + tall * (number + 0.5)
+        line(figure, EDGE, middle - 0.12, Words(name, INK, 10, "bold"))
+        line(figure, EDGE, middle + 0.08, Words(f"accelerator: {len(ladder['gpu'])}", OURS))
+        line(figure, EDGE, middle + 0.27, Words(f"CPU: {len(ladder['cpu'])}"))
+    figure.savefig(path, dpi=plots.DPI)
+
+
+def _bucket(axes: Axes, call: Mapping[str, Any], aspect: float) -> None:
+    """The rows of a bucket from left to right: a photograph on those of each piece, the rest hatched."""
+    whole, start = call["bucket"], 0
+    for name, tokens in zip(PHOTOS, call["tokens"], strict=True):
+        wide = tokens / whole * aspect
+        axes.imshow(_cut(photo(name), wide), extent=(start, start + tokens, 0, 1), aspect="auto")
+        start += tokens
+        axes.axvline(start, color="white", linewidth=2)
+    axes.axvspan(start, whole, facecolor=FILL, edgecolor=FAINT, hatch="////", linewidth=0)
+    axes.set_xlim(0, whole)
+    axes.set_ylim(0, 1)
+    axes.set_axis_off()
+
+
+def _cut(picture: np.ndarray, aspect: float) -> np.ndarray:
+    """The middle of a picture, so many times as wide as it is high."""
+    height, width = picture.shape[:2]
+    rows, columns = min(height, round(width / aspect)), min(width, round(height * aspect))
+    top, left = (height - rows) // 2, (width - columns) // 2
+    return picture[top : top + rows, left : left + columns]
+
+
+def _ladders(axes: Axes, rows: Mapping[str, Any], call: Mapping[str, Any], most: int) -> None:
+    for number, (name, ladder) in enumerate(rows.items()):
+        for budgets, level, colour in ((ladder["gpu"], number + 0.54, OURS), (ladder["cpu"], number + 0.74, FAINT)):
+            axes.hlines(level, budgets[0], budgets[-1], color=colour, linewidth=1, alpha=0.5)
+            axes.vlines(budgets, level - 0.085, level + 0.085, color=colour, linewidth=2)
+            axes.text(budgets[-1] * 1.04, level, f"{budgets[-1]:,}", color=colour, fontsize=8.5, va="center")
+        if name == call["family"]:
+            level = number + 0.54
+            axes.plot(call["bucket"], level - 0.19, marker="v", color=INK, markersize=6)
+            axes.text(call["bucket"], level - 0.27, "the call above", color=INK, fontsize=8.5, ha="center", va="bottom")
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(56, most * 1.3)
+    axes.set_ylim(len(rows), 0)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_yticks([])
+    axes.tick_params(colors=FAINT, labelsize=9, length=3)
+    axes.grid(axis="x", color="#d8dee4", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+
+
+# A feature picture
+
+
+MAP = {"checkpoint": "lfm2_vl", "photo": "coffee.png", "processor": {"min_image_tokens": 16, "max_image_tokens": 64}}
+"""Tiles from a small photograph: with the settings of a real checkpoint it would be one view."""
+
+
+def map_data() -> dict[str, Any]:
+    """What the feature picture shows, and of which weights."""
+    folder = tiny.tiny_checkpoint(MAP["checkpoint"])
+    family = family_of(read_config_files(folder), MAP["processor"])
+    item = family.prepare(photo(MAP["photo"]))
+    return MAP | {"weights": tiny.digest(folder), "grids": [list(grid) for grid in item.grids]}
+
+
+def draw_map(path: Path) -> None:
+    folder = tiny.tiny_checkpoint(MAP["checkpoint"])
+    encoder = jaxvit.load(folder, dtype="float32", budgets=[256], processor=MAP["processor"])
+    (item,) = encoder.prepare(photo(MAP["photo"]))
+    (embeddings,) = encoder.encode(item)
+    plots.show(encoder.family, item, embeddings, path, title=MAP["photo"], random=True)
+
+
+# Files
+
+PICTURES = {
+    "buckets/ladders.png": (draw_ladders, ladders_data),
+    "weights/demo/map.png": (draw_map, map_data),
+}
+"""File in the data folders -> how it is drawn, and from what."""
+
+
+def place(name: str) -> Path:
+    folder, _, file = name.partition("/")
+    return paths.data(folder) / file
+
+
+def write(name: str, path: Path) -> None:
+    """Draws one of the pictures, with few colours so that it is small, and with its data."""
+    draw, data = PICTURES[name]
+    draw(path)
+    info = PngInfo()
+    info.add_text(DATA, json.dumps(data()))
+    with Image.open(path) as drawn:
+        small = drawn.convert("RGB").quantize(255)
+    small.save(path, pnginfo=info, optimize=True)
+
+
+def data_of(path: Path) -> Any:
+    """The data that a picture was drawn from."""
+    with Image.open(path) as drawn:
+        return json.loads(drawn.info[DATA])
+
+
+if __name__ == "__main__":
+    for name in PICTURES:
+        write(name, place(name))
+        print(place(name))
