@@ -9,6 +9,7 @@ from __future__ import annotations
 import typer
 from rich.markup import escape
 
+from jaxvit.commands.bench import bench
 from jaxvit.commands.compare import compare
 from jaxvit.commands.compile import compile
 from jaxvit.commands.console import Talk, stderr
@@ -16,6 +17,7 @@ from jaxvit.commands.demo import demo
 from jaxvit.commands.encode import encode
 from jaxvit.commands.inspect import inspect
 from jaxvit.commands.show import show
+from jaxvit.commands.tune import tune
 
 app = typer.Typer(
     name="jaxvit",
@@ -26,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, encode, show, compare, compile, inspect):
+for command in (demo, encode, show, compare, compile, inspect, bench, tune):
     app.command()(command)
 
 

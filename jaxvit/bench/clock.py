@@ -48,8 +48,15 @@ def timed(run: Callable[[], Any], wait: Callable[[Any], Any], patience: float = 
         for _ in range(WARM - 2):
             wait(run())
     singles = [_seconds(run, wait) for _ in range(calls)]
-    rounds = [_seconds(lambda: [run() for _ in range(calls)][-1], wait) / calls for _ in range(ROUNDS)]
+    rounds = [_seconds(lambda: _last(run, calls), wait) / calls for _ in range(ROUNDS)]
     return Times(median(singles) * 1e3, min(rounds) * 1e3, calls)
+
+
+def _last(run: Callable[[], Any], calls: int) -> Any:
+    """The last result; those before it are let go."""
+    for _ in range(calls - 1):
+        run()
+    return run()
 
 
 def _seconds(run: Callable[[], Any], wait: Callable[[Any], Any]) -> float:

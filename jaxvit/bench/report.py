@@ -123,7 +123,8 @@ class Report:
         columns += ["/ torch, one", "/ torch, b2b", "error"] if variants else ["error"] if reference else []
         rows = []
         for row in self.rows:
-            cells = [row["load"], str(row["tokens"]), row["attention"], f"{row['compile_seconds']:.1f}"]
+            stored = " (store)" if row["source"] == "store" else ""
+            cells = [row["load"], str(row["tokens"]), row["attention"], f"{row['compile_seconds']:.1f}{stored}"]
             cells += [f"{row['memory']['temporaries'] / 2**20:.0f}", *_pair(row["ours"]), _ratio(row["share_of_floor"])]
             cells += [" ".join(_pair(row.get("torch", {}).get(name))) for name in variants]
             cells += [" ".join(_pair(row.get("reference")))] if reference else []

@@ -45,8 +45,13 @@ def random_checkpoint(name: str, layers: int | None = None) -> Iterator[Path]:
     Args:
         name: of a manifest in ``weights/manifests/``, or the repository's id.
         layers: keep only the first ones; None for all.
+    Raises:
+        CheckpointError: there is no such manifest.
     """
-    manifest = manifests.load(name)
+    try:
+        manifest = manifests.load(name)
+    except KeyError as error:
+        raise CheckpointError(str(error.args[0])) from None
     # Kimi's two shards are where the hub has them; the others are cut for as many threads.
     options = {} if manifest.files["config.json"]["model_type"] == "kimi_k25" else {"shards": 16}
     with TemporaryDirectory(prefix="jaxvit-") as temporary:
