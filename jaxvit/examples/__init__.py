@@ -1,0 +1,1 @@
+"""Whole ways in a page each, to copy from; the tests run them."""
