@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from jaxvit import tiny
 from jaxvit.models import family_of
 from jaxvit.weights import manifests
 
@@ -108,20 +107,3 @@ def test_every_link_of_the_guides_leads_to_a_file(tracked: list[Path]) -> None:
         if not link.startswith("http") and not (path.parent / link).exists()
     ]
     assert not broken, "\n".join(broken)
-
-
-@pytest.mark.reference
-def test_the_example_of_the_readme_runs(
-    root: Path, photos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.S)
-    model = "path/to/Qwen2.5-VL-7B-Instruct"
-    assert model in example
-    tiny.tiny_checkpoint("qwen2_5_vl", tmp_path / model)
-    for name in re.findall(r'"([\w.]+\.(?:jpg|png))"', example):
-        with Image.open(photos["chelsea"]) as picture:
-            picture.resize((224, 168)).save(tmp_path / name)
-    monkeypatch.chdir(tmp_path)
-    assert "up_to=1024" in example
-    exec(compile(example.replace("up_to=1024", "up_to=64"), "README.md", "exec"), {})
-    assert "(48, 96)" in capsys.readouterr().out
