@@ -29,6 +29,7 @@ from jaxvit.sheet import (
     line,
     plain,
     sheet,
+    shortened,
     times,
 )
 from jaxvit.views import View, views
@@ -66,7 +67,7 @@ def show(family: Family, item: Item, embeddings: np.ndarray, path: Path, *, titl
         axes.imshow(np.clip(0.82 * _enlarged(tint[view.tokens], view) + 0.18 * gray, 0, 1))
 
     captions = "what the tower sees", "its embeddings, as colours"
-    name = Words(title, INK, 13, "bold")
+    name = Words(shortened(title), INK, 13, "bold")
     warning = Words("random weights: the colours carry no meaning" if random else "", ALARM, 10)
     size = times(found[0].pixels.shape[1::-1])
     subtitle = f"{family.name}: {size} pixels, {item.tokens} tokens of {embeddings.shape[1]} values"
@@ -107,7 +108,7 @@ def differences(family: Family, items: Sequence[Item], report: Report, path: Pat
             f"relative RMS {compared.last.relative_rms:.1e}, bound {compared.bound:.1e}",
             GOOD if compared.encoder_ok else ALARM,
         )
-        blocks.append(Block(views(family, item), paint, (Words(compared.name, INK, 10, "bold"), said)))
+        blocks.append(Block(views(family, item), paint, (Words(shortened(compared.name), INK, 10, "bold"), said)))
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     figure = sheet(
         blocks,

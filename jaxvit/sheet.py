@@ -103,6 +103,7 @@ def _places(found: Sequence[View], scale: float) -> list[tuple[float, float, flo
     """(x, y, width, height) of two panels a view: side by side; a thumbnail's one above the other, beside them."""
     places: list[tuple[float, float, float, float]] = []
     top = 0.0
+    captioned = 1.45  # what the left one's caption takes
     for view in found:
         if view.name == "thumbnail":
             x, tall = places[1][0] + places[1][2] + GAP, places[0][3]
@@ -110,7 +111,7 @@ def _places(found: Sequence[View], scale: float) -> list[tuple[float, float, flo
             places += [(x, 0.0, w, h), (x, h + GAP, w, h)]
         else:
             w, h = _fit(view, *(length * scale for length in PANEL))
-            places += [(0.0, top, w, h), (w + GAP, top, w, h)]
+            places += [(0.0, top, w, h), (max(w, captioned) + GAP, top, w, h)]
             top += h + GAP + (CAPTION if len(found) > 1 else 0)
     return places
 
@@ -131,7 +132,7 @@ def grid_lines(axes: Axes, view: View, points: float) -> None:
         apart = min(step) * view.side * points
         if apart < FINEST:
             continue
-        style = {"color": "white", "alpha": alpha * min(1, apart / SPARSE), "linewidth": width}
+        style = {"color": "white", "alpha": alpha * min(1, apart / SPARSE), "linewidth": min(width, apart / 25)}
         rows, columns = view.tokens.shape
         for count, size, draw in ((rows, step[0], axes.axhline), (columns, step[1], axes.axvline)):
             for place in range(size, count, size):
@@ -187,6 +188,11 @@ def line(figure: Figure, x: float, y: float, *words: Words) -> float:
         )
         x += shown.get_window_extent().width / figure.dpi + 0.12
     return x
+
+
+def shortened(name: str, most: int = 36) -> str:
+    """A name without its middle, where it is too long for a title."""
+    return name if len(name) <= most else f"{name[: most // 2]}\u2026{name[-most // 2 + 1 :]}"
 
 
 def times(sides: Iterable[int]) -> str:

@@ -158,7 +158,15 @@ def test_a_grid_too_fine_to_be_seen_is_left_out(qwen: Family) -> None:
     (view,) = views(qwen, qwen.prepare(picture(168, 280)))
     axes = Axes()
     sheet.grid_lines(axes, view, points=0.05)
-    assert {width for _, _, width in axes.found} == {1.2}
+    assert {(axis, place) for axis, place, _ in axes.found} == {("x", 111.5), ("x", 223.5), ("y", 111.5)}
+
+
+def test_long_names_lose_their_middle() -> None:
+    assert sheet.shortened("cat.jpg") == "cat.jpg"
+    short = sheet.shortened("a photograph with quite a long name of its own.jpg")
+    assert len(short) == 36
+    assert short.startswith("a photograph")
+    assert short.endswith("own.jpg")
 
 
 def _report(items: list[Item], errors: list[np.ndarray], bound: float = 1e-5) -> Report:
