@@ -73,7 +73,7 @@ def test_two_workers_embed_photographs_as_one_process_does(
     workers = {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "HF_HUB_OFFLINE": "1"}
     paths = [str(path) for path in photos.values()]
     missing = str(tmp_path / "missing.png")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": workers})
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": workers})
     try:
         found = (
             ray.data.from_items([{"path": path} for path in [*paths, missing] * 3])
