@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -206,6 +207,13 @@ def test_compile_takes_the_buckets_up_to_a_budget(run: Run, model: Path, tmp_pat
     refused = run(*arguments, 15)
     assert refused.code == 2
     assert "the smallest bucket has 16 tokens" in refused.err
+
+
+def test_compile_fills_the_store_for_every_device(run: Run, model: Path, tmp_path: Path) -> None:
+    options = ("--budgets", "16", "--store", tmp_path / "store", "--dtype", "float32", "--all-devices")
+    count = jax.local_device_count()
+    assert f"{count} compiled, 0 from the store" in run("compile", model, *options).out
+    assert f"0 compiled, {count} from the store" in run("compile", model, *options).out
 
 
 def test_inspect_tells_checkpoint_buckets_and_machine(run: Run, model: Path) -> None:
