@@ -33,17 +33,18 @@ class Times:
     calls: int
 
 
-def timed(run: Callable[[], Any], wait: Callable[[Any], Any], patience: float = PATIENCE) -> Times:
+def timed(run: Callable[[], Any], wait: Callable[[Any], Any], patience: float | None = None) -> Times:
     """Times a call.
 
     Args:
         run: issues the work and may return before it is done.
         wait: takes what ``run`` returned, and returns when that is there.
-        patience: seconds that all calls may take before they become fewer.
+        patience: seconds that all calls may take before they become fewer; None for :data:`PATIENCE`.
     """
     wait(run())
     first = _seconds(run, wait)
-    calls = max(3, min(CALLS, int(patience / (1 + ROUNDS) / max(first, 1e-9))))
+    share = (PATIENCE if patience is None else patience) / (1 + ROUNDS)
+    calls = max(3, min(CALLS, int(share / max(first, 1e-9))))
     if calls == CALLS:
         for _ in range(WARM - 2):
             wait(run())

@@ -55,7 +55,7 @@ def main(folder: str, store: str, dtype: str, *budgets: str) -> None:
 
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
-        lambda event, _seconds, **_: compiled.append(event) if "backend_compile_duration" in event else None
+        lambda event, duration_secs, **_: compiled.append(event) if "backend_compile_duration" in event else None
     )
     import jaxvit
 

@@ -129,14 +129,13 @@ def verdicts(tower: str, report: Report) -> list[list[str]]:
         found.append((f"{tower}, first embedding, filled store, s", filled["first_embedding"], "at most", 8))
         found.append((f"{tower}, compilations, filled store", filled["backend_compilations"], "at most", 0))
     return [
-        [
-            what,
-            f"{value:.3g}",
-            f"{kind} {bar:g}",
-            "yes" if (value <= bar if kind == "at most" else value >= bar) else "NO",
-        ]
+        [what, f"{value:.3g}", f"{kind} {bar:g}", "yes" if holds(value, kind, bar) else "NO"]
         for what, value, kind, bar in found
     ]
+
+
+def holds(value: float, kind: str, bar: float) -> bool:
+    return value <= bar if kind == "at most" else value >= bar
 
 
 def say(text: str) -> None:
