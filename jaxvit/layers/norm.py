@@ -1,6 +1,10 @@
 """Normalisation over the last axis, computed in float32 whatever the dtype.
 
 A row whose squares overflow float32 becomes NaN: the quotient would be 0, and a broken result would look whole.
+
+Before attention a norm is called with ``contain``: a row that is not finite then comes out as zeros. Packed attention
+gives foreign rows the weight 0, but 0 x NaN is NaN, so no such row may reach it. The row itself stays what it is on the
+residual path, and is reported at the end.
 """
 
 from __future__ import annotations
@@ -19,11 +23,12 @@ class LayerNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
         self.bias = nnx.Param(jnp.zeros((width,), jnp.float32))
 
-    def __call__(self, x: Float[Array, "... width"]) -> Float[Array, "... width"]:
+    def __call__(self, x: Float[Array, "... width"], contain: bool = False) -> Float[Array, "... width"]:
         wide = x.astype(jnp.float32)
         centred = wide - wide.mean(-1, keepdims=True)
-        y = centred * inverse_root(jnp.square(centred).mean(-1, keepdims=True), self.eps)
-        return (y * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+        root = inverse_root(jnp.square(centred).mean(-1, keepdims=True), self.eps)
+        y = centred * root * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return (jnp.where(jnp.isfinite(root), y, 0) if contain else y).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -33,10 +38,11 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
 
-    def __call__(self, x: Float[Array, "... width"]) -> Float[Array, "... width"]:
+    def __call__(self, x: Float[Array, "... width"], contain: bool = False) -> Float[Array, "... width"]:
         wide = x.astype(jnp.float32)
-        y = wide * inverse_root(jnp.square(wide).mean(-1, keepdims=True), self.eps)
-        return y.astype(x.dtype) * self.scale[...]
+        root = inverse_root(jnp.square(wide).mean(-1, keepdims=True), self.eps)
+        y = wide * root
+        return (jnp.where(jnp.isfinite(root), y, 0) if contain else y).astype(x.dtype) * self.scale[...]
 
 
 def inverse_root(square: Float[Array, "... 1"], eps: float) -> Float[Array, "... 1"]:

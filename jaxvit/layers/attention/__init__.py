@@ -13,9 +13,9 @@ from __future__ import annotations
 from jaxvit.errors import LadderError
 from jaxvit.layers.attention.cudnn import Cudnn
 from jaxvit.layers.attention.portable import Blockwise, Dense
-from jaxvit.layers.attention.segments import TILE, Attend, Backend, Metadata, contain, key_ranges
+from jaxvit.layers.attention.segments import TILE, Attend, Backend, Metadata, key_ranges
 
-__all__ = ["BACKENDS", "TILE", "Attend", "Backend", "Metadata", "choose", "contain", "key_ranges"]
+__all__ = ["BACKENDS", "TILE", "Attend", "Backend", "Metadata", "choose", "key_ranges"]
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Dense(), Blockwise(), Cudnn())}
 DENSE_AT_MOST = 512

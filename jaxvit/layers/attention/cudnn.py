@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxvit.layers.attention.segments import Metadata, contain
+from jaxvit.layers.attention.segments import Metadata
 from jaxvit.models.family import Buffer
 
 ENTRY = "jax._src.cudnn.fused_attention_stablehlo"
@@ -68,7 +68,6 @@ class Cudnn:
         module, reason = _entry()
         if module is None:
             raise NotImplementedError(reason)
-        q, v = contain(q, v)
         lengths, offsets = metadata["lengths"], metadata["offsets"]
         out = module.dot_product_attention(  # pyright: ignore[reportAttributeAccessIssue]
             q[None], k[None], v[None], scale=scale, mask_type=module.MaskType.PADDING,  # pyright: ignore

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jaxvit.layers.attention.segments import Metadata, Ranges, contain
+from jaxvit.layers.attention.segments import Metadata, Ranges
 from jaxvit.layers.linear import precision
 
 
@@ -17,7 +17,6 @@ class Dense(Ranges):
     name = "dense"
 
     def __call__(self, q: Array, k: Array, v: Array, metadata: Metadata, scale: float) -> Array:
-        q, v = contain(q, v)
         keys = jnp.arange(q.shape[0], dtype=jnp.int32)
         mask = (metadata["starts"][:, None] <= keys) & (keys < metadata["ends"][:, None])
         exact = precision(q.dtype)
@@ -37,7 +36,6 @@ class Blockwise(Ranges):
 
     def __call__(self, q: Array, k: Array, v: Array, metadata: Metadata, scale: float) -> Array:
         patches, heads, dim = q.shape
-        q, v = contain(q, v)
         size = min(self.block, patches)
         count = -(-patches // size)
         tail = count * size - patches

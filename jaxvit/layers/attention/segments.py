@@ -1,11 +1,10 @@
-"""What every attention backend shares: its interface, key ranges of rows, and keeping bad values in their row."""
+"""What every attention backend shares: its interface, and key ranges of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -34,7 +33,7 @@ class Backend(Protocol):
         ...
 
     def __call__(self, q: Array, k: Array, v: Array, metadata: Metadata, scale: float) -> Array:
-        """[patches, heads, dim] each, scores times ``scale``, softmax in float32; result in q's dtype."""
+        """[patches, heads, dim] each, finite, scores times ``scale``, softmax in float32; result in q's dtype."""
         ...
 
     def why_not(self, platform: str, dtype: str) -> str | None:
@@ -51,16 +50,6 @@ def key_ranges(lengths: np.ndarray, patches: int) -> tuple[np.ndarray, np.ndarra
     starts = np.concatenate([np.repeat(ends_of - lengths, lengths).astype(np.int32), np.maximum(tile, used)])
     ends = np.concatenate([np.repeat(ends_of, lengths).astype(np.int32), np.minimum(tile + TILE, patches)])
     return starts.astype(np.int32, copy=False), ends.astype(np.int32, copy=False)
-
-
-def contain(q: Array, v: Array) -> tuple[Array, Array]:
-    """Keeps a non-finite value inside its own row.
-
-    A probability of exactly 0 times NaN is NaN, so foreign rows of v must be finite. The row itself must not be healed
-    by that: its q becomes NaN instead, and through it the row's own result.
-    """
-    finite = jnp.isfinite(v)
-    return jnp.where(finite, q, jnp.nan), jnp.where(finite, v, 0)
 
 
 class Ranges:

@@ -58,7 +58,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "patches hidden"], angles: Float[Array, "patches pairs"], attend: Attend
     ) -> Float[Array, "patches hidden"]:
-        x = x + self.attn(self.norm1(x), angles, attend)
+        x = x + self.attn(self.norm1(x, contain=True), angles, attend)
         return x + self.mlp(self.norm2(x))
 
 

@@ -49,7 +49,7 @@ class Block(nnx.Module):
         self.mlp = MLP(config)
 
     def __call__(self, x: Float[Array, "patches hidden"], attend: Attend) -> Float[Array, "patches hidden"]:
-        x = x + self.attn(self.layer_norm1(x), attend)
+        x = x + self.attn(self.layer_norm1(x, contain=True), attend)
         return x + self.mlp(self.layer_norm2(x))
 
 

@@ -55,7 +55,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "patches hidden"], angles: Array, attend: Attend
     ) -> Float[Array, "patches hidden"]:
-        x = x + self.attn(self.norm1(x), angles, attend)
+        x = x + self.attn(self.norm1(x, contain=True), angles, attend)
         return x + self.mlp(self.norm2(x))
 
 
