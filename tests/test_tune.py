@@ -1,0 +1,181 @@
+"""Tuning: the fit, what is dropped, which backend wins, and that the ladder it writes is found and planned with."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxvit
+from jaxvit import cli, paths, tune
+from jaxvit.bench import clock
+from jaxvit.buckets import ladder
+from jaxvit.buckets.ladder import from_budgets, from_file
+from jaxvit.layers import attention
+from jaxvit.models.family import Bucket
+from tests.families import checkpoint, encoder
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few calls of each measurement."""
+    monkeypatch.setattr(clock, "CALLS", 3)
+
+
+@pytest.mark.parametrize(
+    ("points", "constant", "slope"),
+    [
+        ([(4e6, 5.0), (1e6, 2.0), (0.5e6, 1.5)], 1.0, 1e-6),  # a line
+        ([(4e6, 5.0)], 5.0, 0.0),  # nothing to tell attention from the rest
+        ([(4e6, 1.0), (1e6, 2.0)], 1.5, 0.0),  # noise: more attention is never cheaper
+        ([(4e6, 8.0), (1e6, 1.0)], 0.0, 33e6 / 17e12),  # nor is a call ever below zero
+    ],
+)
+def test_a_bucket_costs_a_constant_and_a_slope_neither_negative(
+    points: list[tuple[float, float]], constant: float, slope: float
+) -> None:
+    bucket = tune.fitted(Bucket(64, 256, 4), points)
+    assert bucket.constant == pytest.approx(constant, rel=1e-4)
+    assert bucket.slope == pytest.approx(slope, rel=1e-4)
+
+
+def measured(tokens: int, constant: float, slope: float, windows: int = 0) -> tune.Measured:
+    bucket = Bucket(tokens, 4 * tokens, 4, windows, "dense", constant, slope)
+    return tune.Measured(bucket, points=[((4.0 * tokens) ** 2, constant + slope * (4 * tokens) ** 2)])
+
+
+def test_a_bucket_that_costs_as_much_as_a_larger_one_is_dropped() -> None:
+    found = [measured(64, 1.0, 0.0), measured(128, 1.01, 0.0), measured(256, 2.0, 0.0), measured(512, 2.5, 0.0)]
+    tune.drop_equals(found)
+    assert [one.bucket.tokens for one in found if one.dropped is None] == [128, 256, 512]
+    assert found[0].dropped == "costs as much as 128 tokens"
+
+
+def test_a_bucket_stays_whose_attention_is_cheaper_or_whose_capacities_are_larger() -> None:
+    found = [measured(64, 1.0, 1e-6), measured(128, 1.0, 2e-6)]
+    tune.drop_equals(found)
+    assert [one.dropped for one in found] == [None, None]
+    found = [measured(64, 2.0, 0.0, windows=9), measured(128, 1.0, 0.0, windows=8)]
+    tune.drop_equals(found)
+    assert [one.dropped for one in found] == [None, None]
+
+
+def test_a_chain_of_nearly_equal_buckets_is_not_dropped_as_a_whole() -> None:
+    found = [measured(64 * step, 1.0 * 1.015**step, 0.0) for step in range(1, 9)]
+    tune.drop_equals(found)
+    kept = [one.bucket for one in found if one.dropped is None]
+    for one in found:
+        cheapest = min(bucket.constant for bucket in kept if bucket.tokens >= one.bucket.tokens)
+        assert cheapest <= (1 + tune.SAME) * one.bucket.constant
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "kimi_k25"])
+def tuned(request: pytest.FixtureRequest) -> tuple[jaxvit.Encoder, tune.Tuned]:
+    known = encoder(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "CALLS", 3)
+        return known, tune.tune(known, from_budgets(known.family, [64, 128], platform="cpu"))
+
+
+def test_the_fastest_backend_is_taken_for_each_bucket(tuned: tuple[jaxvit.Encoder, tune.Tuned]) -> None:
+    _, found = tuned
+    for one in found.measured:
+        times = {name: value for name, value in one.attention.items() if isinstance(value, float)}
+        assert {"dense", "xla"} <= set(times)
+        assert one.bucket.attention == min(times, key=lambda name: times[name])
+        assert len(one.points) >= 2
+        assert [squares for squares, _ in one.points] == sorted((s for s, _ in one.points), reverse=True)
+        assert "cudnn" not in times  # no such device here
+
+
+def test_the_ladder_is_written_found_again_and_planned_with(
+    tuned: tuple[jaxvit.Encoder, tune.Tuned], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, found = tuned
+    path = tmp_path / "buckets" / "chip" / "tower.toml"
+    found.write(path)
+    assert from_file(path, known.family).buckets == found.ladder.buckets
+    monkeypatch.setattr(paths, "data", lambda name: tmp_path / name)
+    chosen = ladder.find(known.family, found.match["device"])
+    assert chosen is not None
+    assert chosen.buckets == found.ladder.buckets
+    assert all(chosen.constant(bucket) == bucket.constant for bucket in chosen)
+    assert ladder.find(known.family, "another chip") is None
+    assert f'jax = "{found.record["jax"]}"' in path.read_text()
+
+
+def test_the_table_has_a_row_for_every_bucket_measured(tuned: tuple[jaxvit.Encoder, tune.Tuned]) -> None:
+    _, found = tuned
+    _, columns, rows = found.table()
+    assert [row[0] for row in rows] == ["64", "128"]
+    assert {len(row) for row in rows} == {len(columns)}
+
+
+class Broken(type(attention.BACKENDS["dense"])):
+    name = "broken"
+
+    def __call__(self, *_: object) -> None:
+        raise RuntimeError("this kernel does not compile")
+
+
+def test_a_backend_that_fails_is_named_and_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = {"broken": Broken(), "dense": attention.BACKENDS["dense"]}
+    monkeypatch.setattr(attention, "BACKENDS", backends)
+    known = encoder("lfm2_5_vl")
+    found = tune.tune(known, from_budgets(known.family, [64], platform="cpu"))
+    assert "does not compile" in str(found.measured[0].attention["broken"])
+    assert found.ladder.buckets[0].attention == "dense"
+
+
+def test_a_backend_that_lost_clearly_is_not_tried_on_larger_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = encoder("lfm2_5_vl")
+    one = tune.Measured(from_budgets(known.family, [64], platform="cpu").buckets[0])
+    tune._attention_alone(known, one, {"dense"})
+    assert one.attention["dense"] == "lost on a smaller bucket"
+    assert one.bucket.attention == "xla"
+    tune._attention_alone(known, one, lost := {"dense", "xla"})  # unless no other is left
+    assert isinstance(one.attention["dense"], float)
+    assert not lost
+
+
+def test_a_bucket_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = encoder("lfm2_5_vl")
+    calls = tune._calls
+
+    def limited(encoder: jaxvit.Encoder, bucket: Bucket) -> list[tuple[float, float]]:
+        if bucket.tokens > 64:
+            raise jaxvit.errors.CapacityError("the bucket of 80 tokens needs more memory")
+        return calls(encoder, bucket)
+
+    monkeypatch.setattr(tune, "_calls", limited)
+    found = tune.tune(known, from_budgets(known.family, [64, 80], platform="cpu"))
+    assert [bucket.tokens for bucket in found.ladder] == [64]
+    assert "more memory" in str(found.measured[1].dropped)
+    monkeypatch.setattr(tune, "_calls", lambda encoder, bucket: 1 / 0)
+    with pytest.raises(jaxvit.errors.CapacityError, match="ZeroDivisionError"):
+        tune.tune(known, from_budgets(known.family, [64], platform="cpu"))
+
+
+def test_an_encoder_with_a_fixed_backend_is_refused() -> None:
+    fixed = jaxvit.load(checkpoint("lfm2_5_vl"), dtype="float32", budgets=[64], store=False, attention="dense")
+    with pytest.raises(ValueError, match='"auto"'):
+        tune.tune(fixed)
+
+
+def test_the_default_path_names_device_and_model() -> None:
+    path = tune.default_path("LiquidAI/LFM2.5-VL-450M", "NVIDIA H200")
+    assert path.relative_to(paths.data("buckets")).as_posix() == "h200/lfm2_5_vl_450m.toml"
+    assert tune.default_path("a/Qwen2.5-VL-7B-Instruct", "cpu").name == "qwen2_5_vl_7b.toml"
+
+
+def test_the_command_writes_a_ladder_that_load_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ladder.toml"
+    options = ["--budgets", "64", "--dtype", "float32", "-o", str(path)]
+    monkeypatch.setattr(sys, "argv", ["jaxvit", "tune", str(checkpoint("lfm2_5_vl")), *options])
+    cli.app(standalone_mode=False)
+    assert "dense, ms" in capsys.readouterr().out
+    loaded = jaxvit.load(checkpoint("lfm2_5_vl"), dtype="float32", budgets=path, store=False)
+    assert loaded.ladder.buckets[0].constant is not None
