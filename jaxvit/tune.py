@@ -106,7 +106,10 @@ class Tuned:
             cells += [f"{value:.3f}" if isinstance(value, float) else "-" for value in alone]
             cells.append(bucket.attention)
             cells += [f"{point[1]:.3f}" for point in (one.points[0], one.points[-1])] if one.points else ["-", "-"]
-            cells += [f"{bucket.constant:.3f}", f"{bucket.slope * 1e6:.3f}"] if one.points else ["-", "-"]
+            if one.points and bucket.constant is not None and bucket.slope is not None:
+                cells += [f"{bucket.constant:.3f}", f"{bucket.slope * 1e6:.3f}"]
+            else:
+                cells += ["-", "-"]
             rows.append([*cells, one.dropped or ""])
         return f"{self.match['family']} on {self.match['device']}; attention is all blocks' together", columns, rows
 

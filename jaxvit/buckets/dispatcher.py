@@ -25,7 +25,8 @@ from jaxvit.models.family import Bucket, Demand, Family, Item, Piece
 log = logging.getLogger("jaxvit")
 
 WARM_CALLS = 3
-"""Command buffers record on the second call and update on the third."""
+"""On a GPU: command buffers record on the second call and update on the third. On a CPU a full large bucket takes
+minutes a call and the first call is as fast as any: none."""
 
 COMPILE_STACK = 64 * 2**20
 """Bytes of stack of a compiling thread."""
@@ -217,8 +218,8 @@ class Dispatcher:
         with self._lock:
             for index, number in plan.overflows:
                 self._count_overflow(items[index].pieces[number])
-        keys = dict.fromkeys((call.bucket, call.pixels, call.device) for call in plan.calls)
-        missing = [key for key in keys if key not in self._ready]
+        keys: list[Key] = [(call.bucket, call.pixels, call.device) for call in plan.calls]
+        missing = [key for key in dict.fromkeys(keys) if key not in self._ready]
         if len(missing) > 1:
             for _ in self._built(missing):
                 pass
@@ -302,7 +303,7 @@ class Dispatcher:
         return Program(self.family, bucket, self.dtype, pixels_of(piece), self.devices[0].platform)
 
     def warmup(self, up_to: int | None = None, progress: Callable[[Bucket, Executable], None] | None = None) -> None:
-        """Builds every bucket on every device, in parallel threads, and runs each until calls are at full speed.
+        """Builds every bucket on every device, in parallel threads; off the CPU each runs until it is at full speed.
 
         Args:
             up_to: the largest budget to build, in tokens.
@@ -311,9 +312,10 @@ class Dispatcher:
         chosen = [bucket for bucket in self.ladder.buckets if up_to is None or bucket.tokens <= up_to]
         keys: list[Key] = [(bucket, "uint8", device) for bucket in chosen for device in range(len(self.devices))]
         for (bucket, _, device), executable in self._built(keys):
-            arrays = executable.program.fill(self.family.example(bucket))
-            for _ in range(WARM_CALLS):
-                jax.block_until_ready(executable(self.weights[device], arrays))
+            if executable.program.platform != "cpu":
+                arrays = executable.program.fill(self.family.example(bucket))
+                for _ in range(WARM_CALLS):
+                    jax.block_until_ready(executable(self.weights[device], arrays))
             if progress:
                 progress(bucket, executable)
 

@@ -85,7 +85,7 @@ class Packed:
         if any(piece.grid[0] > 1 for piece in pieces):
             found |= {name: arrays.get(name) for name in ("mean_index", "mean_weight")}
         found["order"] = arrays.get("reverse")
-        placed = {
+        placed: dict[str, Any] = {
             name: None if array is None else torch.from_numpy(np.array(array)).to(self.device)
             for name, array in found.items()
         }
@@ -236,7 +236,7 @@ def rotate(x: Any, cos: Any, sin: Any) -> Any:
 def attend(q: Any, k: Any, v: Any, segments: tuple[Any, Any]) -> Any:
     """[patches, heads, dim] each; see ``Packed._segments``."""
     ends, longest = segments
-    if longest is not None:
+    if longest is not None and varlen_attn is not None:
         return varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), ends, ends, longest, longest)
     parts = zip(*(each.transpose(0, 1).split(ends, dim=1) for each in (q, k, v)), strict=True)
     return torch.cat([functional.scaled_dot_product_attention(*part) for part in parts], dim=1).transpose(0, 1)
