@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
+
+Rotation = tuple[Array, Array]
+"""(cos, sin), float32 [patches, pairs] each."""
 
 
 def frequencies(count: int, theta: float) -> np.ndarray:
@@ -33,15 +37,21 @@ def _axes(coordinates: Int[Array, "patches 2"], count: int, theta: float):
     return scaled[:, 0], scaled[:, 1]
 
 
-def rotate(
-    x: Float[Array, "patches heads dim"], angles: Float[Array, "patches angles"]
-) -> Float[Array, "patches heads dim"]:
-    """Rotates (x[i], x[i + dim/2]) by angle i, in float32.
+def rotation(angles: Float[Array, "patches pairs"]) -> Rotation:
+    """Cosines and sines, computed once for all layers: XLA would else compute them again in every layer."""
+    return lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 
-    A head dim padded with zeros in each half has more pairs than angles; the pairs beyond are left as they are.
-    """
+
+def rotate(x: Float[Array, "patches heads dim"], turn: Rotation) -> Float[Array, "patches heads dim"]:
+    """Rotates (x[i], x[i + dim/2]) by angle i, in float32."""
     half = x.shape[-1] // 2
-    angles = jnp.pad(angles, ((0, 0), (0, half - angles.shape[-1])))[:, None, :]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = (each[:, None, :] for each in widened(turn, half))
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def widened(turn: Rotation, half: int) -> Rotation:
+    """The rotation of a head dim whose halves were padded with zeros to ``half``: pairs beyond turn by nothing."""
+    cos, sin = turn
+    extra = ((0, 0), (0, half - cos.shape[-1]))
+    return jnp.pad(cos, extra, constant_values=1), jnp.pad(sin, extra)

@@ -240,7 +240,7 @@ class Family(ABC):
         """The Flax NNX module in float32 (build it under ``nnx.eval_shape`` to get shapes alone).
 
         Called with ``(arrays, attend, probe)``: the named buffers, with normalised ``pixels``; one attention function
-        ``(q, k, v) -> out`` a segment set, each [patches, heads, head_dim]; and the probe. Returns [tokens, width].
+        ``(qkv, rotation) -> out`` a segment set, from [patches, 3, heads, head_dim]; and the probe. Returns [tokens, width].
         """
 
     def widenings(self) -> tuple[Widening, ...]:

@@ -10,18 +10,33 @@ A backend has three faces: ``buffers`` declares its metadata, ``metadata`` fills
 
 from __future__ import annotations
 
+import jax.numpy as jnp
+from jaxtyping import Array
+
 from jaxvit.errors import LadderError
 from jaxvit.layers.attention.cudnn import Cudnn
 from jaxvit.layers.attention.portable import Blockwise, Dense
 from jaxvit.layers.attention.segments import TILE, Attend, Backend, Metadata, key_ranges
+from jaxvit.layers.rope import Rotation, rotate
 
-__all__ = ["BACKENDS", "TILE", "Attend", "Backend", "Metadata", "choose", "key_ranges"]
+__all__ = ["BACKENDS", "TILE", "Attend", "Backend", "Metadata", "attend", "choose", "key_ranges"]
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Dense(), Blockwise(), Cudnn())}
 DENSE_AT_MOST = 512
 """Patches of a bucket up to which scores of every row against every row are cheaper than skipping."""
 BEST = ("cudnn", "xla")
 """Above that, in order of preference."""
+
+
+def attend(backend: Backend, qkv: Array, rotation: Rotation | None, metadata: Metadata, scale: float) -> Array:
+    """Attention from the fused projection, [patches, 3, heads, dim], by a backend that may rotate by itself."""
+    fused = getattr(backend, "fused", None)
+    if fused is not None:
+        return fused(qkv, rotation, metadata, scale)
+    q, k, v = jnp.unstack(qkv, axis=1)
+    if rotation is not None:
+        q, k = rotate(q, rotation), rotate(k, rotation)
+    return backend(q, k, v, metadata, scale)
 
 
 def choose(name: str, platform: str, dtype: str, patches: int) -> Backend:

@@ -8,13 +8,16 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Array
 
+from jaxvit.layers.rope import Rotation
 from jaxvit.models.family import Buffer
 
 TILE = 64
 """Rows of padding that attend to each other at most."""
 
-Attend = Callable[[Array, Array, Array], Array]
 Metadata = Mapping[str, Array]
+
+Attend = Callable[[Array, Rotation | None], Array]
+"""``attend(qkv, rotation)``: [patches, 3, heads, dim] -> [patches, heads, dim], q and k rotated where there is one."""
 
 
 @runtime_checkable

@@ -19,7 +19,7 @@ from jaxvit.layers.attention import Attend
 from jaxvit.layers.linear import ACTIVATIONS, Linear
 from jaxvit.layers.norm import LayerNorm
 from jaxvit.layers.position import gather_by_axis
-from jaxvit.layers.rope import angles_interleaved, rotate
+from jaxvit.layers.rope import Rotation, angles_interleaved, rotation
 from jaxvit.models.family import Probe, no_probe
 from jaxvit.models.kimi_k25.config import Config
 
@@ -31,10 +31,9 @@ class Attention(nnx.Module):
         self.proj = Linear(config.hidden_size, config.hidden_size)
 
     def __call__(
-        self, x: Float[Array, "patches hidden"], angles: Float[Array, "patches pairs"], attend: Attend
+        self, x: Float[Array, "patches hidden"], turn: Rotation, attend: Attend
     ) -> Float[Array, "patches hidden"]:
-        q, k, v = jnp.unstack(self.qkv(x).reshape(x.shape[0], 3, self.heads, -1), axis=1)
-        out = attend(rotate(q, angles), rotate(k, angles), v)
+        out = attend(self.qkv(x).reshape(x.shape[0], 3, self.heads, -1), turn)
         return self.proj(out.reshape(x.shape[0], -1))
 
 
@@ -56,9 +55,9 @@ class Block(nnx.Module):
         self.mlp = MLP(config)
 
     def __call__(
-        self, x: Float[Array, "patches hidden"], angles: Float[Array, "patches pairs"], attend: Attend
+        self, x: Float[Array, "patches hidden"], turn: Rotation, attend: Attend
     ) -> Float[Array, "patches hidden"]:
-        x = x + self.attn(self.norm1(x, contain=True), angles, attend)
+        x = x + self.attn(self.norm1(x, contain=True), turn, attend)
         return x + self.mlp(self.norm2(x))
 
 
@@ -94,9 +93,9 @@ class VisionTower(nnx.Module):
         positions = gather_by_axis(arrays["tap_index"], arrays["tap_weight"], self.position_embeddings[...])
         positions += time_table(config.pos_emb_time, config.hidden_size)[arrays["frame"]]
         x = probe("patch_embed", x + positions.astype(x.dtype))
-        angles = angles_interleaved(arrays["coordinates"], config.head_dim // 4, config.rope_theta)
+        turn = rotation(angles_interleaved(arrays["coordinates"], config.head_dim // 4, config.rope_theta))
         for index, block in enumerate(self.blocks):
-            x = probe(f"blocks.{index}", block(x, angles, attend["full"]))
+            x = probe(f"blocks.{index}", block(x, turn, attend["full"]))
         x = probe("final_norm", self.final_layernorm(x))
         cells = x.reshape(-1, config.cell, config.hidden_size)
         pooled = mean_over_frames(cells, arrays["mean_index"], arrays["mean_weight"])

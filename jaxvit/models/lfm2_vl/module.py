@@ -27,8 +27,8 @@ class Attention(nnx.Module):
         self.out_proj = Linear(config.hidden_size, config.hidden_size)
 
     def __call__(self, x: Float[Array, "patches hidden"], attend: Attend) -> Float[Array, "patches hidden"]:
-        q, k, v = jnp.unstack(self.qkv(x).reshape(x.shape[0], 3, self.heads, -1), axis=1)
-        return self.out_proj(attend(q, k, v).reshape(x.shape[0], -1))
+        out = attend(self.qkv(x).reshape(x.shape[0], 3, self.heads, -1), None)
+        return self.out_proj(out.reshape(x.shape[0], -1))
 
 
 class MLP(nnx.Module):

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jaxvit.layers.attention import Attend
 from jaxvit.layers.linear import Linear, gelu_exact
 from jaxvit.layers.norm import RMSNorm
-from jaxvit.layers.rope import angles_by_axis, rotate
+from jaxvit.layers.rope import Rotation, angles_by_axis, rotation
 from jaxvit.models.family import Probe, no_probe
 from jaxvit.models.qwen2_5_vl.config import Config
 
@@ -28,10 +28,9 @@ class Attention(nnx.Module):
         self.proj = Linear(config.hidden_size, config.hidden_size)
 
     def __call__(
-        self, x: Float[Array, "patches hidden"], angles: Array, attend: Attend
+        self, x: Float[Array, "patches hidden"], turn: Rotation, attend: Attend
     ) -> Float[Array, "patches hidden"]:
-        q, k, v = jnp.unstack(self.qkv(x).reshape(x.shape[0], 3, self.heads, -1), axis=1)
-        out = attend(rotate(q, angles), rotate(k, angles), v)
+        out = attend(self.qkv(x).reshape(x.shape[0], 3, self.heads, -1), turn)
         return self.proj(out.reshape(x.shape[0], -1))
 
 
@@ -53,9 +52,9 @@ class Block(nnx.Module):
         self.mlp = MLP(config)
 
     def __call__(
-        self, x: Float[Array, "patches hidden"], angles: Array, attend: Attend
+        self, x: Float[Array, "patches hidden"], turn: Rotation, attend: Attend
     ) -> Float[Array, "patches hidden"]:
-        x = x + self.attn(self.norm1(x, contain=True), angles, attend)
+        x = x + self.attn(self.norm1(x, contain=True), turn, attend)
         return x + self.mlp(self.norm2(x))
 
 
@@ -86,8 +85,8 @@ class VisionTower(nnx.Module):
         first = arrays["pixels"]
         second = jnp.where(arrays["still"][:, None] != 0, first, arrays["pixels_second"])
         x = probe("patch_embed", self.patch_embed(jnp.concatenate([first, second], axis=-1)))
-        angles = angles_by_axis(arrays["coordinates"], self.config.head_dim // 4, self.config.rope_theta)
+        turn = rotation(angles_by_axis(arrays["coordinates"], self.config.head_dim // 4, self.config.rope_theta))
         for index, block in enumerate(self.blocks):
             reach = "full" if index in self.config.fullatt_block_indexes else "window"
-            x = probe(f"blocks.{index}", block(x, angles, attend[reach]))
+            x = probe(f"blocks.{index}", block(x, turn, attend[reach]))
         return probe("merger", self.merger(x))[arrays["reverse"]]
