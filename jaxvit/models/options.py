@@ -37,11 +37,14 @@ class Options:
         return Options(section(self.raw, name, f"{self.where}: "), f"{name} of {self.where}")
 
     def integer(self, *names: str, default: Any = _MISSING, most: int = 2**31 - 1) -> int:
-        """The first of the spellings that is present, a positive integer of at most ``most``."""
-        for name in names:
-            value = self.raw.get(name)
-            if value is None:
-                continue
+        """A positive integer of at most ``most`` under one of the spellings, or under several with one value."""
+        found = {name: self.raw[name] for name in names if self.raw.get(name) is not None}
+        if len({repr(value) for value in found.values()}) > 1:
+            raise CheckpointError(
+                f"{self.where}: {' and '.join(f'{name} is {value!r}' for name, value in found.items())}, two spellings "
+                "of one field: remove the one that the weights do not have"
+            )
+        for name, value in found.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise CheckpointError(f"{self.where}: {name} must be a positive integer, got {value!r}")
             if value > most:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxvit.errors import CheckpointError
 from jaxvit.layers.linear import ACTIVATIONS
 from jaxvit.models.options import LAYERS, Options
 
@@ -82,8 +81,6 @@ class Config:
         text = root.section("text_config")
         for name, value in KINDS.items():
             vision.require(name, (value,))
-        for name, spelling in HUB.items():
-            _agree(vision, name, spelling)
 
         def size(name: str, **bounds: int) -> int:
             return vision.integer(*filter(None, (HUB.get(name), name)), default=getattr(cls, name), **bounds)
@@ -122,13 +119,3 @@ class Config:
         vision.divides("num_attention_heads", config.num_attention_heads, "hidden_size", config.hidden_size)
         vision.divides("4", 4, "the head dim", config.head_dim)
         return config
-
-
-def _agree(options: Options, name: str, spelling: str) -> None:
-    """A file may hold a field in both spellings, but not with two values."""
-    values = [options.raw[one] for one in (spelling, name) if options.raw.get(one) is not None]
-    if len(values) == 2 and values[0] != values[1]:
-        raise CheckpointError(
-            f"{options.where}: {spelling} is {values[0]!r} and {name} is {values[1]!r}, two spellings of one field: "
-            "remove the one that the weights do not have"
-        )
