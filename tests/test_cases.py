@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import struct
 import zlib
 from collections.abc import Callable
@@ -671,3 +672,15 @@ def test_every_medium_of_the_family_together_is_finite_and_counted(name: str):
     found = shared.encode(items)
     assert [len(rows) for rows in found] == [item.tokens for item in items]
     assert all(np.isfinite(rows).all() for rows in found)
+
+
+def test_the_table_of_cases_names_tests_that_exist(root: Path):
+    table = [
+        line for line in (root / "tests" / "README.md").read_text().splitlines() if re.match(r"\| [A-Z]\d \|", line)
+    ]
+    assert len(table) == 39
+    for line in table:
+        named = re.findall(r"`([\w/.]+)::(\w+)`", line)
+        assert named, line
+        for file, test in named:
+            assert re.search(rf"^def {test}\(", (root / "tests" / file).read_text(), re.MULTILINE), f"{file}::{test}"
