@@ -13,7 +13,8 @@ start, its position put back), a PIL image, a uint8 array, or ``jaxvit.Image(arr
 - Transparency (RGBA, LA, PA, palettes and colours declared transparent, a fourth channel of an array) is composited on
   white, before the resize.
 - Gray, 1-bit, palette, CMYK and YCbCr become RGB as Pillow converts them. 16-bit gray is scaled by 255/65535 and
-  rounded. 32-bit integers and floats have no known range and are refused.
+  rounded; of 16-bit colours Pillow reads the upper bytes. 32-bit integers and floats have no known range and are
+  refused.
 - A picture over Pillow's limit (``PIL.Image.MAX_IMAGE_PIXELS``, half of where Pillow itself gives up) is refused before
   it is decoded. The limit is only read here, never set.
 - Cut-off, empty and foreign files are refused; so are EPS, which would have to be run, and URLs: nothing is fetched.
