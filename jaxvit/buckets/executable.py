@@ -96,7 +96,8 @@ class Program:
 
         def attend(reach: str) -> attention.Attend:
             metadata = {name.split("/")[1]: value for name, value in named.items() if name.startswith(f"{reach}/")}
-            return lambda qkv, rotation: attention.attend(self.backend, qkv, rotation, metadata, scale)
+            longest = self.family.longest(reach)
+            return lambda qkv, rotation: attention.attend(self.backend, qkv, rotation, metadata, scale, longest)
 
         module = bind(self.module, self.weights.unpack(weights))
         out = module(named, {reach: attend(reach) for reach in self.family.segment_sets}, probe)

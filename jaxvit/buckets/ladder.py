@@ -16,6 +16,7 @@ from typing import Any
 from jaxvit import paths
 from jaxvit.buckets.rule import ACCELERATOR, Rule, known, milliseconds, read, rule_of, rungs, up, whole
 from jaxvit.errors import LadderError
+from jaxvit.layers.attention import BACKENDS
 from jaxvit.models.family import Bucket, Demand, Family
 
 BLOCK = 64
@@ -24,7 +25,7 @@ MOST_SEGMENTS = 256
 """Segments of a bucket that does not say otherwise, at most."""
 OVERFLOW_STEP = 1.25
 """Growth from one overflow bucket to the next."""
-ATTENTION = ("auto", "dense", "xla", "cudnn", "tokamax")
+ATTENTION = ("auto", *BACKENDS)
 """Attention backends that a ladder may name, whether or not this machine has them."""
 
 

@@ -2,7 +2,8 @@
 
 Canonical parameters carry the module's attribute paths ("blocks.0.attn.qkv.kernel") and the checkpoint's sizes. What is
 done to them for speed is exact and stands here alone: axes are padded with zeros to sizes that the device likes, and
-all vectors lie in one array, because every argument of an executable costs time at each call.
+the vectors of the norms lie in one array, because every argument of an executable costs time at each call. The bias of
+a product stays an argument of its own: the product adds it in its last step, and would need a copy of a slice.
 """
 
 from __future__ import annotations
@@ -84,6 +85,11 @@ def head_halves(head_dim: int, heads: int, qkv: str, out: str) -> Widening:
     return Widening(head_dim // 2, 8, places)
 
 
+def beside(name: str) -> str:
+    """The kernel that a bias belongs to."""
+    return name.rpartition(".")[0] + ".kernel"
+
+
 def dotted(path: Sequence[Any]) -> str:
     return ".".join(str(part) for part in path)
 
@@ -106,7 +112,7 @@ class Weights:
     """How canonical parameters lie in an executable's arguments.
 
     Attributes:
-        matrices: (path, padded shape) of every parameter that is an argument of its own, by path.
+        matrices: (path, padded shape) of every parameter that is an argument of its own, biases too, by path.
         vectors: (path, padded length) of every parameter in the one packed array, the last argument, by path.
         widenings: the padding.
     """
@@ -126,8 +132,9 @@ class Weights:
             for widening in widenings:
                 shape = widening.shape(name, shape)
             padded[name] = shape
-        vectors = tuple((name, shape[0]) for name, shape in padded.items() if pack and len(shape) == 1)
-        matrices = tuple((name, shape) for name, shape in padded.items() if not (pack and len(shape) == 1))
+        loose = {name for name, shape in padded.items() if pack and len(shape) == 1 and beside(name) not in padded}
+        vectors = tuple((name, padded[name][0]) for name in sorted(loose))
+        matrices = tuple((name, shape) for name, shape in padded.items() if name not in loose)
         return cls(matrices, vectors, tuple(widenings))
 
     def avals(self, dtype: np.dtype, place: jax.sharding.Sharding) -> list[jax.ShapeDtypeStruct]:

@@ -28,7 +28,7 @@ class LayerNorm(nnx.Module):
         centred = wide - wide.mean(-1, keepdims=True)
         root = inverse_root(jnp.square(centred).mean(-1, keepdims=True), self.eps)
         y = centred * root * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
-        return (jnp.where(jnp.isfinite(root), y, 0) if contain else y).astype(x.dtype)
+        return (without_nan(y) if contain else y).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -42,7 +42,12 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         root = inverse_root(jnp.square(wide).mean(-1, keepdims=True), self.eps)
         y = wide * root
-        return (jnp.where(jnp.isfinite(root), y, 0) if contain else y).astype(x.dtype) * self.scale[...]
+        return (without_nan(y) if contain else y).astype(x.dtype) * self.scale[...]
+
+
+def without_nan(y: Float[Array, "... width"]) -> Float[Array, "... width"]:
+    """0 for NaN. A row with one value that is not finite is NaN throughout here. (XLA fuses this, and not isfinite.)"""
+    return jnp.where(y == y, y, 0)
 
 
 def inverse_root(square: Float[Array, "... 1"], eps: float) -> Float[Array, "... 1"]:

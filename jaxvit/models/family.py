@@ -231,6 +231,10 @@ class Family(ABC):
     def lengths(self, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
         """For each segment set: int32 lengths in patches of its segments, from row 0 without gaps."""
 
+    def longest(self, reach: str) -> int | None:
+        """Patches that no segment of a set exceeds, None where there is no such bound."""
+        return None
+
     @abstractmethod
     def example(self, bucket: Bucket) -> list[Piece]:
         """Legal pieces with random pixels that fill the bucket, for warm-up, tuning and benchmarks."""
@@ -240,7 +244,8 @@ class Family(ABC):
         """The Flax NNX module in float32 (build it under ``nnx.eval_shape`` to get shapes alone).
 
         Called with ``(arrays, attend, probe)``: the named buffers, with normalised ``pixels``; one attention function
-        ``(qkv, rotation) -> out`` a segment set, from [patches, 3, heads, head_dim]; and the probe. Returns [tokens, width].
+        ``(qkv, rotation) -> out`` a segment set, from [patches, 3, heads, head_dim]; and the probe. Returns
+        [tokens, width].
         """
 
     def widenings(self) -> tuple[Widening, ...]:

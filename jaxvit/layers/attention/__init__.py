@@ -15,24 +15,39 @@ from jaxtyping import Array
 
 from jaxvit.errors import LadderError
 from jaxvit.layers.attention.cudnn import Cudnn
+from jaxvit.layers.attention.mosaic import Mosaic
 from jaxvit.layers.attention.portable import Blockwise, Dense
 from jaxvit.layers.attention.segments import TILE, Attend, Backend, Metadata, key_ranges
+from jaxvit.layers.attention.tokamax import Tokamax
 from jaxvit.layers.rope import Rotation, rotate
 
 __all__ = ["BACKENDS", "TILE", "Attend", "Backend", "Metadata", "attend", "choose", "key_ranges"]
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Dense(), Blockwise(), Cudnn())}
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (Dense(), Blockwise(), Cudnn(), Tokamax(), Mosaic())
+}
 DENSE_AT_MOST = 512
 """Patches of a bucket up to which scores of every row against every row are cheaper than skipping."""
-BEST = ("cudnn", "xla")
+BEST = ("mosaic", "cudnn", "xla")
 """Above that, in order of preference."""
 
 
-def attend(backend: Backend, qkv: Array, rotation: Rotation | None, metadata: Metadata, scale: float) -> Array:
-    """Attention from the fused projection, [patches, 3, heads, dim], by a backend that may rotate by itself."""
+def attend(
+    backend: Backend,
+    qkv: Array,
+    rotation: Rotation | None,
+    metadata: Metadata,
+    scale: float,
+    longest: int | None = None,
+) -> Array:
+    """Attention from the fused projection, [patches, 3, heads, dim], by a backend that may rotate by itself.
+
+    Args:
+        longest: patches that no segment exceeds, None where there is no such bound.
+    """
     fused = getattr(backend, "fused", None)
     if fused is not None:
-        return fused(qkv, rotation, metadata, scale)
+        return fused(qkv, rotation, metadata, scale, longest)
     q, k, v = jnp.unstack(qkv, axis=1)
     if rotation is not None:
         q, k = rotate(q, rotation), rotate(k, rotation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -70,3 +71,9 @@ class Ranges:
 
     def why_not(self, platform: str, dtype: str) -> str | None:
         return None
+
+
+def tile_ranges(starts: Array, ends: Array, rows: int) -> Array:
+    """(least start, greatest start, least end, greatest end) of every tile of rows: int32 [tiles, 4]."""
+    starts, ends = starts.reshape(-1, rows), ends.reshape(-1, rows)
+    return jnp.stack([starts.min(1), starts.max(1), ends.min(1), ends.max(1)], axis=1)

@@ -75,6 +75,9 @@ class Qwen25VL(Family):
     def lengths(self, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
         return layout.lengths(self.config, pieces)
 
+    def longest(self, reach: str) -> int | None:
+        return (self.config.window_cells * self.merge) ** 2 if reach == "window" else None
+
     def example(self, bucket: Bucket) -> list[Piece]:
         generator = np.random.default_rng(0)
         smallest, largest = self.budget_range()

@@ -1,0 +1,350 @@
+"""This package's own kernel for NVIDIA Hopper: flash attention over packed segments (Pallas, Mosaic GPU).
+
+A block of threads takes a tile of rows of one head, and walks only the blocks of keys between the first and the last
+key that any of its rows may see. One warp loads keys and values ahead through shared memory; the others multiply and
+keep a running softmax. With two warp groups one multiplies while the other takes exponentials. Key ranges of rows are
+applied as a mask, and only in blocks where some range begins or ends.
+
+q, k and v are read in place: they may be heads of one array.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jaxvit.layers.attention import windows
+from jaxvit.layers.attention.cudnn import capability
+from jaxvit.layers.attention.segments import TILE, Metadata, Ranges, tile_ranges
+from jaxvit.layers.rope import Rotation, rotate, widened
+
+MULTIPROCESSORS = 132
+"""Blocks of threads of a persistent grid: the multiprocessors of an H100 or H200."""
+OLDEST_JAX = (0, 11)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the work is cut.
+
+    Attributes:
+        groups: warp groups that compute, each with ``TILE`` rows; two take turns.
+        keys: keys of a block.
+        stages: blocks of keys in shared memory at a time.
+        persistent: one block of threads a multiprocessor walks over all tiles, instead of one block a tile.
+    """
+
+    groups: int = 2
+    keys: int = 128
+    stages: int = 2
+    persistent: bool = True
+
+    @property
+    def rows(self) -> int:
+        return self.groups * TILE
+
+
+LARGE = Tiling()
+SMALL = Tiling(groups=1, persistent=False)
+"""For few rows: more and smaller tiles fill more of the chip."""
+
+
+class Mosaic(Ranges):
+    """Key ranges; padding attends within tiles of its own."""
+
+    name = "mosaic"
+    version = "1"
+
+    def __call__(self, q: Array, k: Array, v: Array, metadata: Metadata, scale: float) -> Array:
+        heads = q.shape[1]
+        return flash(q, k, v, metadata["starts"], metadata["ends"], heads, (0, 0, 0), scale, tiling(q.shape[0]))
+
+    def fused(
+        self, qkv: Array, rotation: Rotation | None, metadata: Metadata, scale: float, longest: int | None
+    ) -> Array:
+        """From the projection in place: values are never copied, q and k are rotated in one pass, or in the kernel."""
+        patches, _, heads, dim = qkv.shape
+        together = qkv.reshape(patches, 3 * heads, dim)
+        if rotation is not None and longest is not None and longest <= TILE:
+            cos, sin = widened(rotation, dim // 2)
+            return windows.attend(together, cos, sin, metadata["starts"], metadata["ends"], scale)
+        turned = together if rotation is None else rotate(together[:, : 2 * heads], rotation)
+        places = (0, heads, 2 * heads)
+        starts, ends = metadata["starts"], metadata["ends"]
+        return flash(turned, turned, together, starts, ends, heads, places, scale, tiling(patches))
+
+    def why_not(self, platform: str, dtype: str) -> str | None:
+        if platform not in ("cuda", "gpu"):
+            return "needs an NVIDIA GPU"
+        if dtype != "bfloat16":
+            return f"the kernel takes bfloat16, not {dtype}"
+        if not 9.0 <= capability(platform) < 10.0:
+            return f"the kernel is written for compute capability 9.0 (Hopper), this GPU has {capability(platform)}"
+        if tuple(map(int, jax.__version__.split(".")[:2])) < OLDEST_JAX:
+            return f"needs jax 0.11 or newer, this is {jax.__version__}"
+        if importlib.util.find_spec("jax.experimental.pallas.mosaic_gpu") is None:
+            return "this jax has no Pallas for Mosaic GPU"
+        return None
+
+
+def tiling(patches: int) -> Tiling:
+    """The tiling for a bucket of so many patches."""
+    return LARGE if patches % LARGE.rows == 0 and patches > 512 else SMALL
+
+
+@functools.partial(jax.jit, static_argnames=("heads", "places", "scale", "tiling"))
+def flash(
+    q: Array,
+    k: Array,
+    v: Array,
+    starts: Array,
+    ends: Array,
+    heads: int,
+    places: tuple[int, int, int],
+    scale: float,
+    tiling: Tiling,
+) -> Array:
+    """Attention over key ranges: bfloat16 [patches, heads, dim].
+
+    A jit of its own, so that the kernel is lowered once however many layers call it.
+
+    Args:
+        q, k, v: bfloat16 [patches, any heads, dim]; they may be one array. The tile's rows divide the patches.
+        starts, ends: int32 [patches]: first and one past the last key of each row, never empty.
+        heads: how many heads to compute.
+        places: the first head of each in its array.
+    """
+    import jax.experimental.pallas as pl
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    patches, _, dim = q.shape
+    groups, keys, stages, rows = tiling.groups, tiling.keys, tiling.stages, tiling.rows
+    if patches % rows:
+        raise ValueError(f"{patches} patches are not whole tiles of {rows} rows")
+    tiles, slots = patches // rows, 2 if tiling.persistent else 1
+    total = heads * tiles
+    turns = groups == 2
+    q_place, k_place, v_place = places
+    matrix, column = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+    swizzle = plgpu.find_swizzle(dim * 16)
+    transforms = (plgpu.TilingTransform((8, 8 * swizzle // 16)), plgpu.SwizzleTransform(swizzle))
+    exponent = scale * math.log2(math.e)
+
+    # Hardware barriers 0 to 3 belong to Mosaic. Then: whose turn it is, and "the slot was read" of q, k and v.
+    turn = 4
+    q_read = turn + (2 if turns else 0)
+    k_read = q_read + slots
+    v_read = k_read + stages
+    threads = 128 * groups + 32
+    registers = {1: 232, 2: 232}[groups]
+
+    def shared(*shape: int) -> Any:
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+    def integer(value: int) -> Array:
+        return jnp.asarray(value, jnp.int32)
+
+    def body(q_all, k_all, v_all, starts_all, ends_all, ranges, out, qs, ks, vs, outs, q_here, k_here, v_here):
+        group = lax.axis_index("group")
+
+        def range_of(index: Array) -> tuple[Array, ...]:
+            tile = lax.rem(lax.min(index, integer(total - 1)), integer(tiles))
+            return tuple(ranges[tile, each] for each in range(4))
+
+        def one_tile(number: Any, index: Array, bounds: tuple[Array, ...], before: Any) -> Array:
+            """One tile of rows of one head. ``before``: blocks of keys that this block of threads has walked so far."""
+            head, tile = lax.div(index, integer(tiles)), lax.rem(index, integer(tiles))
+            least_start, greatest_start, least_end, greatest_end = bounds
+            low = lax.div(least_start, integer(keys))
+            high = lax.div(greatest_end + (keys - 1), integer(keys))
+            q_slot = 0 if slots == 1 else lax.rem(number, integer(slots))
+
+            def slot(block: Array) -> Array:
+                return lax.rem(before + block - low, integer(stages))
+
+            def compute() -> None:
+                plgpu.set_max_registers(registers, action="increase")
+                mine = pl.ds(tile * rows + group * TILE, TILE)
+
+                def all_slots_are_free() -> None:
+                    for each in range(stages):
+                        _arrive(k_read + each, threads)
+                        _arrive(v_read + each, threads)
+                    for each in range(slots):
+                        _arrive(q_read + each, threads)
+
+                if isinstance(number, int):
+                    all_slots_are_free()
+                else:
+                    pl.when(number == 0)(all_slots_are_free)
+
+                top = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), column)
+                weight = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), column)
+                sums = plgpu.layout_cast(jnp.zeros((TILE, dim), jnp.float32), matrix)
+                first = plgpu.load(starts_all.at[mine], layout=column, optimized=False)
+                last = plgpu.load(ends_all.at[mine], layout=column, optimized=False)
+
+                def across(x: Array, width: int) -> Array:
+                    return lax.broadcast_in_dim(x, (TILE, width), [0])
+
+                def masked(scores: Array, block: Array) -> Array:
+                    base = block * keys
+
+                    def apply() -> Array:
+                        key = base + plgpu.broadcasted_iota(jnp.int32, (TILE, keys), 1, layout=matrix)
+                        seen = (key >= across(first, keys)) & (key < across(last, keys))
+                        return jnp.where(seen, scores, -jnp.inf)
+
+                    return lax.cond((base < greatest_start) | (base + keys > least_end), apply, lambda: scores)
+
+                def softmax(scores: Array, top: Array, weight: Array, sums: Array) -> tuple[Array, ...]:
+                    new = jnp.maximum(top, scores.max(axis=1) * exponent)
+                    safe = jnp.maximum(new, -1e30)  # a row that has met no key yet: exp2(-inf) is 0, never NaN
+                    decay = jnp.exp2(top - safe)
+                    shares = jnp.exp2(scores * exponent - across(safe, keys))
+                    weight = weight * decay + shares.sum(axis=1)
+                    return shares.astype(jnp.bfloat16), new, weight, sums * across(decay, dim)
+
+                def others_turn() -> None:
+                    if turns:
+                        _arrive(turn + 1 - group, 256)
+
+                def await_turn() -> None:
+                    if turns:
+                        _sync(turn + group, 256)
+
+                plgpu.barrier_wait(q_here.at[q_slot])
+                if turns:
+                    pl.when(group == 1)(await_turn)
+                my_q = qs.at[q_slot, pl.ds(group * TILE, TILE)]
+                pl.when(high > low)(lambda: plgpu.barrier_wait(k_here.at[slot(low)]))
+
+                def step(block: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+                    sums, top, weight = carry
+                    here = slot(block)
+
+                    def multiply(accumulator: Any) -> Array:
+                        plgpu.wgmma(accumulator, my_q, ks.at[here].T)
+                        others_turn()
+                        return accumulator[...]
+
+                    scores = pl.run_scoped(multiply, plgpu.ACC((TILE, keys), jnp.float32))
+                    _arrive(k_read + here, threads)
+                    shares, top, weight, sums = softmax(masked(scores, block), top, weight, sums)
+                    sums, shares = lax.optimization_barrier((sums, shares))
+                    weight, top = lax.optimization_barrier((weight, top))
+                    plgpu.barrier_wait(v_here.at[here])
+                    await_turn()
+
+                    def add(accumulator: Any) -> None:
+                        plgpu.wgmma(accumulator, shares, vs.at[here])
+                        pl.when(block + 1 < high)(lambda: plgpu.barrier_wait(k_here.at[slot(block + 1)]))
+
+                    sums = pl.run_state(add)(plgpu.ACC.init(sums))
+                    _arrive(v_read + here, threads)
+                    return sums, top, weight
+
+                sums, top, weight = lax.fori_loop(low, high, step, (sums, top, weight))
+                if turns:
+                    pl.when(group == 0)(lambda: _arrive(turn + 1, 256))
+                _arrive(q_read + q_slot, threads)
+                sums = sums * across(1 / (weight + float(jnp.finfo(jnp.float32).tiny)), dim)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                outs[group] = sums.astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(outs.at[group], out.at[mine, head])
+                if not tiling.persistent:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            def load() -> None:
+                plgpu.set_max_registers(40, action="decrease")
+
+                @plgpu.warp_map
+                def _(warp: Array) -> None:
+                    @pl.when(warp == 1)
+                    def _() -> None:
+                        _sync(q_read + q_slot, threads)
+                        source = q_all.at[pl.ds(tile * rows, rows), q_place + head]
+                        plgpu.copy_gmem_to_smem(source, qs.at[q_slot], q_here.at[q_slot])
+
+                    @pl.when(warp == 0)
+                    def _() -> None:
+                        @pl.loop(low, high)
+                        def _(block: Array) -> None:
+                            here, wanted = slot(block), pl.ds(block * keys, keys)
+                            _sync(k_read + here, threads)
+                            plgpu.copy_gmem_to_smem(k_all.at[wanted, k_place + head], ks.at[here], k_here.at[here])
+                            _sync(v_read + here, threads)
+                            plgpu.copy_gmem_to_smem(v_all.at[wanted, v_place + head], vs.at[here], v_here.at[here])
+
+            lax.cond(group < groups, compute, load)
+            return before + lax.max(integer(0), high - low)
+
+        if not tiling.persistent:
+            index = lax.axis_index("tile")
+            one_tile(0, index, range_of(index), 0)
+            return
+        processor = lax.axis_index("tile")
+
+        def walk(number: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            before, *bounds = carry
+            index = processor + number * MULTIPROCESSORS
+            following = range_of(index + MULTIPROCESSORS)
+            return (one_tile(number, index, tuple(bounds), before), *following)
+
+        count = lax.div(integer(total - 1 + MULTIPROCESSORS) - processor, integer(MULTIPROCESSORS))
+        lax.fori_loop(integer(0), count, walk, (integer(0), *range_of(processor)))
+        pl.when(group < groups)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((patches, heads, dim), jnp.bfloat16),
+        scratch_types=[
+            shared(slots, rows, dim),
+            shared(stages, keys, dim),
+            shared(stages, keys, dim),
+            shared(groups, TILE, dim),
+            plgpu.Barrier(num_barriers=slots),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+        ],
+        grid=(MULTIPROCESSORS if tiling.persistent else total,),
+        grid_names=("tile",),
+        num_threads=groups + 1,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        kernel_name="packed_attention",
+    )(q, k, v, starts, ends, tile_ranges(starts, ends, rows))
+
+
+def _barrier(operation: str, index: Any, threads: int) -> None:
+    """One of the hardware's named barriers: "sync" waits for all its threads, "arrive" only counts as one."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+    from jax.experimental.mosaic.gpu import utils
+
+    if isinstance(index, int):
+
+        @plgpu.inline_mgpu()
+        def constant(_: Any) -> None:
+            utils.inline_ptx(f"bar.{operation} {index}, {threads};")
+
+        constant()
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+    def variable(_: Any, where: Any) -> None:
+        utils.inline_ptx(f"bar.{operation} $0, {threads};", where.registers[()])
+
+    variable(index)
+
+
+_arrive = functools.partial(_barrier, "arrive")
+_sync = functools.partial(_barrier, "sync")

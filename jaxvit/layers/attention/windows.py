@@ -1,0 +1,192 @@
+"""Windows on NVIDIA Hopper: attention over segments of at most a tile of rows, rotation included (Pallas, Mosaic GPU).
+
+A block of threads takes one tile of rows and a few heads. A window may begin in the tile before and end in the one
+behind, so the keys are those of at most three tiles. Queries and keys are rotated in registers, where the two halves of
+a head lie in the same thread: nothing rotated is written to memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from jaxvit.layers.attention.segments import TILE, tile_ranges
+
+HEADS = 4
+"""Heads of a block of threads: the tile's ranges, cosines and sines are read once for all of them."""
+
+
+@functools.partial(jax.jit, static_argnames=("scale",))
+def attend(qkv: Array, cos: Array, sin: Array, starts: Array, ends: Array, scale: float) -> Array:
+    """Rotated attention over key ranges: bfloat16 [patches, heads, dim].
+
+    Args:
+        qkv: bfloat16 [patches, 3 x heads, dim]; a tile divides the patches.
+        cos, sin: float32 [patches, dim / 2].
+        starts, ends: int32 [patches]: first and one past the last key of each row, never empty.
+    """
+    import jax.experimental.pallas as pl
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+    from jax.experimental.mosaic.gpu import utils
+
+    patches, three, dim = qkv.shape
+    heads = three // 3
+    group = math.gcd(heads, HEADS)
+    matrix, column = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+    swizzle = plgpu.find_swizzle(dim * 16)
+    transforms = (plgpu.TilingTransform((8, 8 * swizzle // 16)), plgpu.SwizzleTransform(swizzle))
+    exponent = scale * math.log2(math.e)
+    everyone = plgpu.inline_mgpu()(lambda _: utils.warpgroup_barrier())
+
+    def shared(*shape: int) -> Any:
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+    def integer(value: int) -> Array:
+        return jnp.asarray(value, jnp.int32)
+
+    def body(source, cosines, sines, starts_all, ends_all, ranges, out, qs, ks, vs, outs, q_here, k_here, v_here):
+        tile, first_head = lax.axis_index("tile"), lax.axis_index("heads") * group
+        least_start, greatest_start, least_end, greatest_end = (ranges[tile, each] for each in range(4))
+        low, high = lax.div(least_start, integer(TILE)), lax.div(greatest_end + (TILE - 1), integer(TILE))
+        blocks = lax.max(high - low, integer(1))
+        steps = blocks * group
+        mine = pl.ds(tile * TILE, TILE)
+
+        def fetch(step: Array) -> None:
+            """Keys and values of a step, and the queries with a head's first."""
+            slot, head = lax.rem(step, integer(2)), first_head + lax.div(step, blocks)
+            block = low + lax.rem(step, blocks)
+            wanted = pl.ds(block * TILE, TILE)
+
+            @pl.when(block == low)
+            def _() -> None:
+                q_slot = lax.rem(lax.div(step, blocks), integer(2))
+                plgpu.copy_gmem_to_smem(source.at[mine, head], qs.at[q_slot], q_here.at[q_slot])
+
+            plgpu.copy_gmem_to_smem(source.at[wanted, heads + head], ks.at[slot], k_here.at[slot])
+            plgpu.copy_gmem_to_smem(source.at[wanted, 2 * heads + head], vs.at[slot], v_here.at[slot])
+
+        def table(of: Any, block: Array) -> Array:
+            return plgpu.load(of.at[pl.ds(block * TILE, TILE)], layout=matrix, optimized=False)
+
+        def wide(of: Any) -> Array:
+            return plgpu.load(of, layout=matrix, optimized=False).astype(jnp.float32)
+
+        def across(x: Array, width: int) -> Array:
+            return lax.broadcast_in_dim(x, (TILE, width), [0])
+
+        fetch(integer(0))
+        pl.when(steps > 1)(lambda: fetch(integer(1)))
+        my_cos, my_sin = table(cosines, tile), table(sines, tile)
+        first = plgpu.load(starts_all.at[mine], layout=column, optimized=False)
+        last = plgpu.load(ends_all.at[mine], layout=column, optimized=False)
+
+        def one_head(number: Array, _: None) -> None:
+            q_slot = lax.rem(number, integer(2))
+            plgpu.barrier_wait(q_here.at[q_slot])
+            q = _rotate(wide(qs.at[q_slot]), my_cos, my_sin).astype(jnp.bfloat16)
+            top = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), column)
+            weight = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), column)
+            sums = plgpu.layout_cast(jnp.zeros((TILE, dim), jnp.float32), matrix)
+            walk = functools.partial(one_block, number, q)
+            sums, top, weight = lax.fori_loop(integer(0), blocks, walk, (sums, top, weight))
+            sums = sums * across(1 / (weight + float(jnp.finfo(jnp.float32).tiny)), dim)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            everyone()
+            outs[...] = sums.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(outs, out.at[mine, first_head + number])
+
+        def one_block(number: Array, q: Array, place: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            sums, top, weight = carry
+            step, block = number * blocks + place, low + place
+            slot = lax.rem(step, integer(2))
+            plgpu.barrier_wait(k_here.at[slot])
+            turn = lax.cond(
+                block == tile, lambda: (my_cos, my_sin), lambda: (table(cosines, block), table(sines, block))
+            )
+            ks[slot] = _rotate(wide(ks.at[slot]), *turn).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+
+            def multiply(accumulator: Any) -> Array:
+                plgpu.wgmma(accumulator, q, ks.at[slot].T)
+                return accumulator[...]
+
+            scores = pl.run_scoped(multiply, plgpu.ACC((TILE, TILE), jnp.float32))
+            base = block * TILE
+
+            def masked() -> Array:
+                key = base + plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=matrix)
+                return jnp.where((key >= across(first, TILE)) & (key < across(last, TILE)), scores, -jnp.inf)
+
+            scores = lax.cond((base < greatest_start) | (base + TILE > least_end), masked, lambda: scores)
+            new = jnp.maximum(top, scores.max(axis=1) * exponent)
+            safe = jnp.maximum(new, -1e30)  # a row that has met no key yet: exp2(-inf) is 0, never NaN
+            decay = jnp.exp2(top - safe)
+            shares = jnp.exp2(scores * exponent - across(safe, TILE))
+            sums = sums * across(decay, dim)
+            weight = weight * decay + shares.sum(axis=1)
+            shares = shares.astype(jnp.bfloat16)
+            plgpu.barrier_wait(v_here.at[slot])
+
+            def add(accumulator: Any) -> None:
+                plgpu.wgmma(accumulator, shares, vs.at[slot])
+
+            sums = pl.run_state(add)(plgpu.ACC.init(sums))
+            everyone()  # all warps have read this slot before the next step's rows overwrite it
+            pl.when(step + 2 < steps)(lambda: fetch(step + 2))
+            return sums, new, weight
+
+        lax.fori_loop(integer(0), integer(group), one_head, None)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((patches, heads, dim), jnp.bfloat16),
+        scratch_types=[
+            shared(2, TILE, dim),
+            shared(2, TILE, dim),
+            shared(2, TILE, dim),
+            shared(TILE, dim),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.Barrier(num_barriers=2),
+        ],
+        grid=(heads // group, patches // TILE),
+        grid_names=("heads", "tile"),
+        num_threads=1,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        kernel_name="window_attention",
+    )(qkv, cos, sin, starts, ends, tile_ranges(starts, ends, TILE))
+
+
+def _rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Half-split rotation of float32 [TILE, dim] in registers: a value's partner is dim / 16 column tiles away."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir.dialects import arith
+
+    matrix, (rows, dim) = plgpu.Layout.WGMMA, x.shape
+    columns = dim // 8
+
+    @plgpu.inline_mgpu(arg_types=(matrix,) * 3, return_type=plgpu.ShapeDtypeStruct((rows, dim), jnp.float32, matrix))
+    def turned(_: Any, x: Any, cos: Any, sin: Any) -> Any:
+        out, half = np.empty_like(x.registers), columns // 2
+        for place in range(columns):
+            pair, partner = place % half, (place + half) % columns
+            for rest in np.ndindex(x.registers[:, place].shape):
+                here, there, angle = ((rest[0], each, *rest[1:]) for each in (place, partner, pair))
+                near = arith.mulf(x.registers[here], cos.registers[angle])
+                far = arith.mulf(x.registers[there], sin.registers[angle])
+                out[here] = arith.subf(near, far) if place < half else arith.addf(near, far)
+        return mgpu.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=None)
+
+    return turned(x, cos, sin)
