@@ -8,6 +8,9 @@ applied as a mask, and only in blocks where some range begins or ends.
 q, k and v are read in place: they may be heads of one array.
 """
 
+# What Pallas' decorators make of a kernel's arguments is beyond the checker.
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportReturnType=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import functools

@@ -5,6 +5,9 @@ behind, so the keys are those of at most three tiles. Queries and keys are rotat
 a head lie in the same thread: nothing rotated is written to memory.
 """
 
+# What Pallas' decorators make of a kernel's arguments is beyond the checker.
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportReturnType=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import functools
