@@ -18,6 +18,7 @@ start, its position put back), a PIL image, a uint8 array, or ``jaxvit.Image(arr
 - A picture over Pillow's limit (``PIL.Image.MAX_IMAGE_PIXELS``, half of where Pillow itself gives up) is refused before
   it is decoded. The limit is only read here, never set.
 - Cut-off, empty and foreign files are refused; so are EPS, which would have to be run, and URLs: nothing is fetched.
+  (Under ``PIL.ImageFile.LOAD_TRUNCATED_IMAGES``, which is not set here, Pillow gives what there is of a cut-off file.)
 
 **Videos.** ``jaxvit.Video(frames)`` takes its frames as they are, never resampled; each is a picture as above, all of
 one size. ``fps`` and ``timestamps`` (seconds, one a frame) only fill ``Item.layout``. ``Video.open(path, fps=...)``

@@ -102,6 +102,7 @@ def _from_bytes(data: bytes, what: str) -> np.ndarray:
         raise MediaError(f"{what}: 0 bytes, so no image: pass a whole image file")
     if data.startswith(b"version https://git-lfs"):
         raise MediaError(f"{what}: a Git LFS pointer and not the image: fetch it with git lfs pull")
+    PIL.Image.init()  # else threads that meet a first WebP or TIFF at once may find its reader half registered
     try:
         image = PIL.Image.open(io.BytesIO(data))
     except PIL.UnidentifiedImageError as error:

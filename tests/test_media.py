@@ -627,3 +627,51 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(DependencyError, match=r"pip install 'jaxvit\[video\]'"):
         decode(Video.open("clip.mp4"))
+
+
+RACE = """
+import io, sys, threading
+from jaxvit.media import decode
+data, barrier, refused = sys.stdin.buffer.read(), threading.Barrier(16), []
+
+def work():
+    barrier.wait()
+    try:
+        decode(data)
+    except Exception as error:
+        refused.append(error)
+
+threads = [threading.Thread(target=work) for _ in range(16)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+assert not refused, refused[0]
+"""
+
+
+def test_16_threads_of_a_fresh_process_decode_their_first_webp_together():
+    import subprocess
+    import sys
+
+    data = encoded(PIL.Image.fromarray(RGB), "WEBP")
+    run = subprocess.run([sys.executable, "-c", RACE], input=data, capture_output=True, check=False)
+    assert run.returncode == 0, run.stderr.decode()
+
+
+def test_readers_are_registered_before_a_file_is_opened(monkeypatch: pytest.MonkeyPatch):
+    """Pillow registers the readers of rarer formats when the first such file is opened, which threads could race."""
+    steps: list[str] = []
+    init, opening = PIL.Image.init, PIL.Image.open
+    monkeypatch.setattr(PIL.Image, "init", lambda: (steps.append("init"), init())[1])
+    monkeypatch.setattr(PIL.Image, "open", lambda file: (steps.append("open"), opening(file))[1])
+    decode(PNG)
+    assert steps[:2] == ["init", "open"]
+
+
+def test_a_user_who_asks_pillow_for_the_rest_of_cut_files_gets_it(monkeypatch: pytest.MonkeyPatch):
+    from PIL import ImageFile
+
+    cut = JPEG[: len(JPEG) * 6 // 10]
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    found = decode(cut)
+    assert isinstance(found, np.ndarray)
+    assert found.shape == (400, 600, 3)
+    np.testing.assert_array_equal(found[:100], decode(JPEG)[:100])  # pyright: ignore
