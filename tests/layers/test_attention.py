@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 
 from jaxvit.errors import LadderError
+from jaxvit.layers import attention
 from jaxvit.layers.attention import BACKENDS, TILE, choose, key_ranges
+from jaxvit.layers.rope import rotate
 
 HEADS = 4
 CASES = {
+    "many tiles, all of them cut": (8192, [576] * 13 + [333, 1, 77, 200]),
     "one segment": (512, [512]),
     "full": (1024, [512, 256, 64, 128, 64]),
     "ragged": (1024, [1, 333, 17, 64, 190, 100]),
@@ -25,6 +28,7 @@ CASES = {
     "one patch each": (256, [1] * 40),
     "windows": (1024, [64] * 9 + [48, 48, 16, 12] + [64, 32]),
 }
+MANY = "many tiles, all of them cut"
 ON_CPU = [("dense", "float32", 64), ("xla", "float32", 64), ("dense", "bfloat16", 72), ("xla", "bfloat16", 72)]
 ON_GPU = [(name, "bfloat16", dim) for name in BACKENDS for dim in (64, 80)]
 SETUPS = [
@@ -67,11 +71,15 @@ def expected(qkv: list[np.ndarray], lengths: list[int]) -> np.ndarray:
 @pytest.mark.parametrize("case", CASES)
 def test_every_segment_equals_softmax_attention_in_float64(name: str, dtype: str, dim: int, case: str):
     patches, lengths = CASES[case]
+    if case == MANY and name == "dense":
+        patches, lengths = 1216, [576, 333, 1, 77, 200]
     qkv = inputs(patches, dim, dtype)
     found, truth = attend(name, qkv, lengths), expected(qkv, lengths)
     real = found[: sum(lengths)]
     assert np.linalg.norm(real - truth) / np.linalg.norm(truth) <= BOUND[dtype]
     assert np.isfinite(found).all(), "padding is finite"
+    again = [attend(name, qkv, lengths) for _ in range(20 if jax.default_backend() != "cpu" else 1)]
+    assert all(np.array_equal(one[: sum(lengths)], real) for one in again), "no run differs: no race"
 
 
 @pytest.mark.parametrize(("name", "dtype", "dim"), SETUPS)
@@ -92,6 +100,27 @@ def test_nothing_of_a_segment_or_of_the_padding_reaches_another(name: str, dtype
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 80])
+@pytest.mark.parametrize(
+    "lengths", [[64] * 64, ([64] * 9 + [48] * 3 + [16, 12] + [64] * 5 + [32] * 2) * 3], ids=["full", "cut"]
+)
+def test_the_window_kernel_rotates_and_attends(dim: int, lengths: list[int]):
+    patches = 4096
+    q, k, v = inputs(patches, dim, "bfloat16")
+    angles = np.random.default_rng(1).random((patches, dim // 2), dtype=np.float32) * 6
+    turn = (jnp.cos(angles), jnp.sin(angles))
+    backend = BACKENDS["mosaic"]
+    metadata = backend.metadata(np.array(lengths, np.int32), patches, 64)
+    qkv = jnp.stack([q, k, v], axis=1)
+    found = jax.jit(lambda *a: attention.attend(backend, *a, dim**-0.5, 64))(qkv, turn, metadata)
+    turned = [np.asarray(rotate(jnp.asarray(each), turn)) for each in (q, k)]
+    truth = expected([*turned, v], lengths)
+    real = np.asarray(found).astype(np.float32)[: sum(lengths)]
+    assert np.linalg.norm(real - truth) / np.linalg.norm(truth) <= BOUND["bfloat16"]
+    assert np.isfinite(np.asarray(found).astype(np.float32)).all()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_nearly_empty_bucket_is_not_slower_than_a_full_one(name: str):
     backend, patches = BACKENDS[name], 4096
@@ -107,8 +136,10 @@ def test_a_nearly_empty_bucket_is_not_slower_than_a_full_one(name: str):
             times.append(time.perf_counter() - start)
         return sorted(times)[10]
 
-    assert seconds([64]) <= 1.05 * seconds([1024] * 4)
-    assert seconds([]) <= 1.05 * seconds([1024] * 4)
+    # 10% and 20 us for the noise of a call that takes 100 us.
+    full = seconds([1024] * 4)
+    assert seconds([64]) <= 1.1 * full + 20e-6
+    assert seconds([]) <= 1.1 * full + 20e-6
 
 
 def test_padding_attends_within_tiles_of_its_own():

@@ -27,9 +27,10 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (Dense(), Blockwise(), Cudnn(), Tokamax(), Mosaic())
 }
 DENSE_AT_MOST = 512
-"""Patches of a bucket up to which scores of every row against every row are cheaper than skipping."""
+"""Patches of a bucket up to which scores of every row against every row are cheaper than skipping blocks of keys, unless
+there is the package's own kernel."""
 BEST = ("mosaic", "cudnn", "xla")
-"""Above that, in order of preference."""
+"""In order of preference."""
 
 
 def attend(
@@ -61,9 +62,9 @@ def choose(name: str, platform: str, dtype: str, patches: int) -> Backend:
         LadderError: the named one cannot run here; the message says why.
     """
     if name == "auto":
-        if patches <= DENSE_AT_MOST:
-            return BACKENDS["dense"]
         name = next(one for one in BEST if BACKENDS[one].why_not(platform, dtype) is None)
+        if name != "mosaic" and patches <= DENSE_AT_MOST:
+            name = "dense"
     if name not in BACKENDS:
         raise LadderError(f"there is no attention backend {name!r}; there are {', '.join(BACKENDS)}")
     if reason := BACKENDS[name].why_not(platform, dtype):

@@ -50,6 +50,10 @@ class Tiling:
     stages: int = 2
     persistent: bool = True
 
+    def __post_init__(self) -> None:
+        if self.groups == 2 and not self.persistent:
+            raise ValueError("two warp groups take turns over all tiles of a persistent block of threads")
+
     @property
     def rows(self) -> int:
         return self.groups * TILE
@@ -226,7 +230,10 @@ def flash(
 
                 plgpu.barrier_wait(q_here.at[q_slot])
                 if turns:
-                    pl.when(group == 1)(await_turn)
+                    # The turns run on from tile to tile: group 0 begins the first one and never waits at a tile's end.
+                    # A signal at the end of each tile could come twice before group 1 takes the first, and two signals
+                    # of one group fill the barrier without the other.
+                    pl.when((group == 1) & (number == 0))(await_turn)
                 my_q = qs.at[q_slot, pl.ds(group * TILE, TILE)]
                 pl.when(high > low)(lambda: plgpu.barrier_wait(k_here.at[slot(low)]))
 
@@ -256,8 +263,6 @@ def flash(
                     return sums, top, weight
 
                 sums, top, weight = lax.fori_loop(low, high, step, (sums, top, weight))
-                if turns:
-                    pl.when(group == 0)(lambda: _arrive(turn + 1, 256))
                 _arrive(q_read + q_slot, threads)
                 sums = sums * across(1 / (weight + float(jnp.finfo(jnp.float32).tiny)), dim)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -305,6 +310,8 @@ def flash(
 
         count = lax.div(integer(total - 1 + MULTIPROCESSORS) - processor, integer(MULTIPROCESSORS))
         lax.fori_loop(integer(0), count, walk, (integer(0), *range_of(processor)))
+        if turns:
+            pl.when((group == 0) & (count > 0))(lambda: _arrive(turn + 1, 256))  # for group 1's last turn
         pl.when(group < groups)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
 
     return plgpu.kernel(
