@@ -27,8 +27,8 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (Dense(), Blockwise(), Cudnn(), Tokamax(), Mosaic())
 }
 DENSE_AT_MOST = 512
-"""Patches of a bucket up to which scores of every row against every row are cheaper than skipping blocks of keys, unless
-there is the package's own kernel."""
+"""Patches of a bucket up to which scores of every row against every row are cheaper than skipping blocks of keys, where
+there is no kernel of the package's own."""
 BEST = ("mosaic", "cudnn", "xla")
 """In order of preference."""
 
