@@ -145,8 +145,7 @@ class Encoder:
         try:
             decoded = _media.decode(medium, index, self.family.sample_frames)
             if isinstance(decoded, Item):
-                if not decoded.pieces:
-                    raise MediaError("an Item without pieces: leave it out")
+                _check_item(decoded, self.family)
                 return decoded
             if isinstance(decoded, _media.Video):
                 return self.family.prepare_video(decoded.frames, decoded.fps, decoded.timestamps, decoded.prune)
@@ -260,6 +259,26 @@ class Encoder:
     def stats(self) -> dict[str, Any]:
         """Counters since loading: per bucket calls, pieces, fill, milliseconds; overflows; compilations; store hits."""
         return self.dispatcher.stats()
+
+
+def _check_item(item: Item, family: Family) -> None:
+    """Refuses an item of another family, whose patches stand in another order, and a damaged one."""
+    if not item.pieces:
+        raise MediaError("an Item without pieces: leave it out")
+    for piece in item.pieces:
+        fits = (
+            piece.patches.ndim == 2
+            and piece.patches.dtype in (np.uint8, np.float32)
+            and len(piece.patches) == piece.rows > 0
+            and piece.patches.shape[1] % len(family.channels) == 0
+            and not (piece.grid[1] % family.merge or piece.grid[2] % family.merge)
+            and (piece.windows > 0) == ("window" in family.segment_sets)
+        )
+        if not fits:
+            raise MediaError(
+                f"an Item with a piece of {piece.patches.dtype} {list(piece.patches.shape)} for the grid {piece.grid} "
+                f"is none of {family.name}: prepare it with this encoder"
+            )
 
 
 def _devices(devices: str | Sequence[jax.Device] | None) -> list[jax.Device]:

@@ -23,7 +23,7 @@ from jaxvit.buckets.dispatcher import Output
 from jaxvit.buckets.executable import Executable, Program
 from jaxvit.errors import CapacityError, DependencyError, MediaError, NumericsError
 from jaxvit.layers.linear import Linear
-from jaxvit.models.family import Item
+from jaxvit.models.family import Item, Piece
 from tests.families import BUDGETS, FAMILIES, VIDEO, checkpoint, clip, encoder, media, picture, reweighted
 
 ONE_OF_EACH = ("qwen2_5_vl", "kimi_k25", "lfm2_5_vl")
@@ -68,6 +68,26 @@ def test_a_piece_too_large_takes_the_place_of_its_item_and_its_index_counts_bad_
 def test_an_item_without_pieces_is_refused():
     with pytest.raises(MediaError, match="item 1: an Item without pieces"):
         encoder("kimi_k25").encode([picture(28, 28), Item((), (), 0)])
+
+
+@pytest.mark.parametrize("other", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_item_of_another_family_is_refused(name: str, other: str):
+    [item] = encoder(other).prepare(picture(56, 84))
+    if (name.startswith("lfm2") and other.startswith("lfm2")) or name == other:
+        assert len(encoder(name).encode([picture(56, 56), item])[1]) == item.tokens
+    else:
+        with pytest.raises(MediaError, match=f"item 1: an Item with a piece .* is none of {encoder(name).family.name}"):
+            encoder(name).encode([picture(56, 56), item])
+
+
+def test_a_damaged_item_is_refused():
+    [item] = encoder("kimi_k25").prepare(picture(56, 84))
+    [piece] = item.pieces
+    for patches in (piece.patches[:-1], piece.patches.astype(np.float64), piece.patches[:, :-1], piece.patches[None]):
+        bad = Item((Piece(piece.grid, patches, piece.tokens),), item.grids, item.tokens)
+        with pytest.raises(MediaError, match="item 1: an Item with a piece"):
+            encoder("kimi_k25").encode([item, bad])
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in VIDEO])
