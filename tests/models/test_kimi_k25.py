@@ -19,7 +19,7 @@ from jaxvit import tiny
 from jaxvit.buckets.ladder import default_ladder
 from jaxvit.errors import CheckpointError, MediaError
 from jaxvit.layers.fuse import parameter_shapes
-from jaxvit.layers.rope import angles_interleaved, frequencies, rotate
+from jaxvit.layers.rope import angles_interleaved, frequencies, rotate, rotation
 from jaxvit.models import family_of
 from jaxvit.models.family import Bucket, Item, Piece
 from jaxvit.models.kimi_k25 import KimiK25, keys
@@ -239,7 +239,8 @@ def test_attention_logits_equal_those_of_rotated_neighbours(grid: tuple[int, int
         return np.einsum("qhd,khd->hqk", q, k)
 
     def ours(x: np.ndarray, places: np.ndarray) -> Any:
-        return rotate(jnp.asarray(x, jnp.float32), angles_interleaved(jnp.asarray(places), dim // 4, 10000.0))
+        turn = rotation(angles_interleaved(jnp.asarray(places), dim // 4, 10000.0))
+        return rotate(jnp.asarray(x, jnp.float32), turn)
 
     expected = logits(rotated_neighbours, fused)
     assert relative(logits(ours, keys.halves_of_fused(fused, heads)), expected) <= 1e-6
@@ -262,8 +263,9 @@ def test_rotation_stays_in_float32_at_the_longest_side():
     exact = (places[:, ::-1, None] * 10000.0 ** (-np.arange(18) / 18)).swapaxes(1, 2).reshape(512, 36)
     assert np.abs(angles - exact).max() <= 511 * 3 * 2**-24
     x = np.random.default_rng(0).standard_normal((512, 2, 72)).astype(jnp.bfloat16)
-    wide = rotate(jnp.asarray(x, jnp.float32), jnp.asarray(angles, jnp.float32))
-    narrow = rotate(jnp.asarray(x), jnp.asarray(angles, jnp.float32))
+    turn = rotation(jnp.asarray(angles, jnp.float32))
+    wide = rotate(jnp.asarray(x, jnp.float32), turn)
+    narrow = rotate(jnp.asarray(x), turn)
     np.testing.assert_array_equal(np.asarray(narrow), np.asarray(wide.astype(jnp.bfloat16)))
 
 
