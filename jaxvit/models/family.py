@@ -12,7 +12,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
+from jaxvit.errors import MediaError
 from jaxvit.layers.fuse import Widening
+from jaxvit.models.pixels import uniform
 
 Grid = tuple[int, int, int]
 """(t, h, w): frames (or frame pairs), rows and columns, in patches."""
@@ -181,18 +183,18 @@ class Family(ABC):
         """Hidden size of the embeddings that come out."""
 
     @property
-    @abstractmethod
     def table(self) -> np.ndarray:
         """float32 [256, 3]: the normalised value of each uint8 value of each channel, bit-equal to the reference."""
+        return self.settings.table
 
     @property
-    @abstractmethod
     def channels(self) -> np.ndarray:
         """int32 [values]: the colour channel of each value of a patch."""
+        return self.settings.channels
 
-    @abstractmethod
     def budget_range(self) -> tuple[int, int]:
         """Output tokens of the smallest and of the largest piece that the settings can produce."""
+        return self.settings.budget_range()
 
     def largest(self) -> Demand:
         """The largest piece's need on each axis; patches = tokens x merge^2 unless the family says otherwise."""
@@ -205,14 +207,10 @@ class Family(ABC):
 
     def prepare_video(self, frames: Sequence[np.ndarray], fps: float | None, timestamps: Any, prune: float) -> Item:
         """RGB frames, uint8 [h, w, 3], all of one size, to an item."""
-        from jaxvit.errors import MediaError
-
         raise MediaError(f"{self.name} has no video input; pass the frames as images")
 
     def sample_frames(self, total: int, native: float, fps: float | None) -> Sequence[int]:
         """Which of a file's ``total`` frames at ``native`` a second are taken, at ``fps`` (None: the default)."""
-        from jaxvit.media import uniform
-
         return uniform(total, native, fps)
 
     @abstractmethod

@@ -51,19 +51,8 @@ class KimiK25(Family):
         return self.config.text_hidden_size
 
     @property
-    def table(self) -> np.ndarray:
-        return self.settings.table
-
-    @property
-    def channels(self) -> np.ndarray:
-        return self.settings.channels
-
-    @property
     def keys(self) -> KeyTable:
         return keys.table(self.config.num_attention_heads)
-
-    def budget_range(self) -> tuple[int, int]:
-        return self.settings.budget_range()
 
     def largest(self) -> Demand:
         """A chunk of t frames has t times the patches of an image of as many tokens."""

@@ -38,19 +38,8 @@ class Lfm2VL(Family):
         return self.config.text_hidden_size
 
     @property
-    def table(self) -> np.ndarray:
-        return self.settings.table
-
-    @property
-    def channels(self) -> np.ndarray:
-        return self.settings.channels
-
-    @property
     def keys(self) -> KeyTable:
         return keys.table(self.config)
-
-    def budget_range(self) -> tuple[int, int]:
-        return self.settings.budget_range()
 
     def prepare(self, picture: np.ndarray) -> Item:
         return processing.prepare(picture, self.settings)

@@ -40,19 +40,8 @@ class Qwen25VL(Family):
         return self.config.out_hidden_size
 
     @property
-    def table(self) -> np.ndarray:
-        return self.settings.table
-
-    @property
-    def channels(self) -> np.ndarray:
-        return self.settings.channels
-
-    @property
     def keys(self) -> KeyTable:
         return keys.TABLE
-
-    def budget_range(self) -> tuple[int, int]:
-        return self.settings.budget_range()
 
     def prepare(self, picture: np.ndarray) -> Item:
         return processing.prepare(picture, self.settings)
