@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxvit import paths
+from jaxvit.bench.alone import Alone
 from jaxvit.bench.clock import timed
 from jaxvit.bench.loads import repainted, split
 from jaxvit.bench.report import environment
 from jaxvit.buckets import ladder as _ladder
-from jaxvit.buckets.executable import Program, compiler_options, own_settings
 from jaxvit.encoder import Encoder
 from jaxvit.errors import CapacityError
 from jaxvit.layers import attention
@@ -36,10 +35,8 @@ log = logging.getLogger("jaxvit")
 
 PARTS = (1, 4, 16, 64)
 """Equal shares into which a bucket is cut; each share is one piece, or as few as are legal."""
-REPEAT, REPEAT_TO = 8, 4096
-"""Times that attention runs inside one program, up to so many patches: alone, it is shorter than issuing a call."""
-ATTENTION_PATIENCE, CALL_PATIENCE = 0.2, 1.0
-"""Seconds of a measurement."""
+CALL_PATIENCE = 1.0
+"""Seconds of a measurement of whole calls."""
 DENSE_SCORES = 2 * 2**30
 """Bytes of float32 scores above which dense attention is not tried."""
 LOST = 2.0
@@ -118,6 +115,7 @@ def tune(
     encoder: Encoder,
     ladder: _ladder.Ladder | None = None,
     *,
+    seconds: float | None = None,
     note: Callable[[str], None] = log.info,
 ) -> Tuned:
     """Measures a ladder's buckets.
@@ -125,6 +123,8 @@ def tune(
     Args:
         encoder: loaded with ``attention="auto"``; its first device is measured.
         ladder: the candidates; None for the family's default.
+        seconds: after half of them, larger buckets take the backend that won last, untried; when they are over, what is
+            not measured is left out. Whole calls are measured from the largest bucket down.
         note: told what is being done.
     Raises:
         ValueError: the encoder's attention backend is fixed. CapacityError: no bucket fits on the device.
@@ -134,17 +134,27 @@ def tune(
         raise ValueError(f'this encoder has attention={dispatcher.attention!r} for every bucket; load it with "auto"')
     device = dispatcher.devices[0]
     candidates = ladder or _ladder.default_ladder(family, device.platform)
+    begun = time.monotonic()
+
+    def late(share: float) -> bool:
+        return seconds is not None and time.monotonic() - begun > share * seconds
+
     measured: list[Measured] = []
     lost: set[str] = set()
     for bucket in candidates:
-        note(f"attention of {bucket.tokens} tokens")
+        if measured and late(0.5):
+            measured.append(Measured(replace(bucket, attention=measured[-1].bucket.attention)))
+            continue
+        note(f"{time.monotonic() - begun:.0f} s: attention of {bucket.tokens} tokens")
         one = Measured(bucket)
         _attention_alone(encoder, one, lost)
         measured.append(one)
     _build(encoder, measured, note)
-    for one in measured:
+    for one in reversed(measured):
+        if one.dropped is None and late(1.0):
+            one.dropped = f"not measured: {seconds:.0f} s were over"
         if one.dropped is None:
-            note(f"calls of {one.bucket.tokens} tokens")
+            note(f"{time.monotonic() - begun:.0f} s: calls of {one.bucket.tokens} tokens")
             try:
                 one.points = _calls(encoder, one.bucket)
                 one.bucket = fitted(one.bucket, one.points)
@@ -180,44 +190,27 @@ def _slug(text: str) -> str:
 
 def _attention_alone(encoder: Encoder, one: Measured, lost: set[str]) -> None:
     """Times every backend and puts the fastest into the bucket."""
-    dispatcher = encoder.dispatcher
-    device, platform = dispatcher.devices[0], dispatcher.devices[0].platform
-    programs: dict[str, Program] = {}
+    bucket, platform = one.bucket, encoder.dispatcher.devices[0].platform
+    names = []
     for name, backend in attention.BACKENDS.items():
-        scores = 4.0 * one.bucket.patches**2 * tower_of(encoder.family).heads
+        scores = 4.0 * bucket.patches**2 * tower_of(encoder.family).heads
         reason = backend.why_not(platform, encoder.dtype)
         if reason is None and name == "dense" and scores > DENSE_SCORES:
             reason = "its scores are too large"
         if reason is None and name in lost:
             reason = "lost on a smaller bucket"
         if reason is None:
-            programs[name] = dispatcher.program(replace(one.bucket, attention=name), "uint8")
+            names.append(name)
         else:
             one.attention[name] = reason
-    loads = [pieces for parts in (PARTS[0], PARTS[2]) if (pieces := _filled(encoder, one.bucket, parts))]
-
-    def compiled(program: Program) -> list[tuple[int, Any, list[Any]]] | str:
+    alone = Alone(encoder, bucket, [p for parts in (PARTS[0], PARTS[2]) if (p := _filled(encoder, bucket, parts))])
+    with ThreadPoolExecutor(len(names) or 1) as pool:
+        ready = {name: pool.submit(alone.prepare, name) for name in names}
+    for name, prepared in ready.items():
         try:
-            return _attention_programs(encoder, program, loads, device)
+            one.attention[name] = alone.milliseconds(prepared.result())
         except Exception as error:
-            log.warning("tune: %s at %d tokens", program.backend.name, one.bucket.tokens, exc_info=True)
-            return f"{type(error).__name__}: {error}"[:200]
-
-    with ThreadPoolExecutor(len(programs) or 1) as pool:
-        ready = dict(zip(programs, pool.map(compiled, programs.values()), strict=True))
-    for name, found in ready.items():
-        if isinstance(found, str):
-            one.attention[name] = found
-            continue
-        try:
-            total = 0.0
-            for blocks, run, inputs in found:
-                for arrays in inputs:
-                    times = timed(lambda: run(*arrays), jax.block_until_ready, ATTENTION_PATIENCE)  # noqa: B023
-                    total += blocks * times.back_to_back / _repeat(one.bucket) / len(inputs)
-            one.attention[name] = total
-        except Exception as error:
-            log.warning("tune: %s at %d tokens", name, one.bucket.tokens, exc_info=True)
+            log.warning("tune: %s at %d tokens", name, bucket.tokens, exc_info=True)
             one.attention[name] = f"{type(error).__name__}: {error}"[:200]
     times = {name: value for name, value in one.attention.items() if isinstance(value, float)}
     if not times and lost:
@@ -227,45 +220,9 @@ def _attention_alone(encoder: Encoder, one: Measured, lost: set[str]) -> None:
         one.dropped = "no attention backend ran"
         return
     best = min(times, key=lambda name: times[name])
-    if one.bucket.patches >= LOST_FROM:
+    if bucket.patches >= LOST_FROM:
         lost |= {name for name, value in times.items() if value > LOST * times[best]}
-    one.bucket = replace(one.bucket, attention=best)
-
-
-def _attention_programs(
-    encoder: Encoder, program: Program, loads: Sequence[Sequence[Piece]], device: jax.Device
-) -> list[tuple[int, Any, list[Any]]]:
-    """For each segment set: blocks that use it, the compiled function, and its inputs for each load."""
-    family, tower, backend = encoder.family, tower_of(encoder.family), program.backend
-    dtype, patches = jnp.dtype(encoder.dtype), program.bucket.patches
-    scale = family.config.head_dim**-0.5
-    padded = dict(program.weights.matrices)[f"blocks.0.{tower.qkv}.kernel"][1] // (3 * tower.heads)
-    generator = np.random.default_rng(0)
-    q, k, v = (
-        jax.device_put(generator.standard_normal((patches, tower.heads, padded), np.float32).astype(dtype), device)
-        for _ in range(3)
-    )
-
-    def repeated(q: Any, k: Any, v: Any, metadata: Any) -> Any:
-        for _ in range(_repeat(program.bucket)):
-            q = backend(q, k, v, metadata, scale)
-        return q
-
-    found = []
-    for reach, blocks in Counter(tower.reaches).items():
-        room = program._segments(reach)
-        inputs = []
-        for pieces in loads:
-            arrays = backend.metadata(family.lengths(pieces)[reach], patches, room)
-            inputs.append((q, k, v, jax.device_put(dict(arrays), device)))
-        with own_settings():
-            lowered = jax.jit(repeated).lower(*inputs[0])
-        found.append((blocks, lowered.compile(compiler_options=compiler_options(program)), inputs))
-    return found
-
-
-def _repeat(bucket: Bucket) -> int:
-    return REPEAT if bucket.patches <= REPEAT_TO else 1
+    one.bucket = replace(bucket, attention=best)
 
 
 def _filled(encoder: Encoder, bucket: Bucket, parts: int) -> tuple[Piece, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,32 @@ def test_a_bucket_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tune, "_calls", lambda encoder, bucket: 1 / 0)
     with pytest.raises(jaxvit.errors.CapacityError, match="ZeroDivisionError"):
         tune.tune(known, from_budgets(known.family, [64], platform="cpu"))
+
+
+def test_when_time_is_over_buckets_take_the_last_winner_and_what_is_not_measured_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+
+    def alone(encoder: jaxvit.Encoder, one: tune.Measured, lost: set[str]) -> None:
+        nonlocal now
+        now += 6.0
+        one.bucket = replace(one.bucket, attention="xla")
+
+    def calls(encoder: jaxvit.Encoder, bucket: Bucket) -> list[tuple[float, float]]:
+        nonlocal now
+        now += 3.0
+        return [(1.0, 1.0 * bucket.tokens)]
+
+    monkeypatch.setattr(tune.time, "monotonic", lambda: now)
+    monkeypatch.setattr(tune, "_attention_alone", alone)
+    monkeypatch.setattr(tune, "_calls", calls)
+    monkeypatch.setattr(tune, "_build", lambda *_: None)
+    known = encoder("lfm2_5_vl")
+    found = tune.tune(known, from_budgets(known.family, [64, 128, 256], platform="cpu"), seconds=10.0)
+    assert [one.bucket.attention for one in found.measured] == ["xla"] * 3
+    assert [bucket.tokens for bucket in found.ladder] == [128, 256]
+    assert found.measured[0].dropped == "not measured: 10 s were over"
 
 
 def test_an_encoder_with_a_fixed_backend_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from jaxvit.commands.console import Quiet, Verbose, say, stderr
+from jaxvit.commands.console import Quiet, Talk, Verbose, say, stderr
 from jaxvit.commands.options import Budgets, ComputeDtype, Model, Settings, StoreFolder, load, writable
 
 ON_CPU = 256
@@ -93,7 +94,7 @@ def bench(
             reference=reference,
             pictures=asked,
             start=start,
-            note=say,
+            note=note,
             changed=lambda report: report.save(output) if output else None,
         )
     report.print()
@@ -102,6 +103,14 @@ def bench(
     if not report.ok:
         stderr().print(f"[bold red]failed:[/] {len(report.failures)} steps; --verbose shows why")
     raise typer.Exit(0 if report.ok else 1)
+
+
+def note(text: str) -> None:
+    """What is being done: in a terminal, and under ``--verbose`` in the log."""
+    if Talk.verbose:
+        logging.getLogger("jaxvit").info(text)
+    else:
+        say(text)
 
 
 def pictures_of(text: str | None) -> list[tuple[int, int, int]]:

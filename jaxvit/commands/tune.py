@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from jaxvit.commands.bench import Layers, Random
+from jaxvit.commands.bench import Layers, Random, note
 from jaxvit.commands.console import Quiet, Verbose, say
 from jaxvit.commands.options import Budgets, ComputeDtype, Model, Settings, StoreFolder, budgets_of, load, writable
 
@@ -20,6 +20,9 @@ def tune(
         typer.Option(
             "--output", "-o", help="The ladder file (default: buckets/<device>/<model>.toml).", show_default=False
         ),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", help="Be done in about this time, trying less.", show_default=False)
     ] = None,
     random: Random = False,
     layers: Layers = None,
@@ -43,7 +46,9 @@ def tune(
         writable(output, ".toml")
     with random_checkpoint(model, layers) if random else nullcontext(model) as folder:
         encoder = load(str(folder), dtype, budgets, settings, store=store)
-        tuned = tuning.tune(encoder, encoder.ladder if budgets_of(budgets) is not None else None, note=say)
+        tuned = tuning.tune(
+            encoder, encoder.ladder if budgets_of(budgets) is not None else None, seconds=seconds, note=note
+        )
     path = output or tuning.default_path(model, encoder.dispatcher.devices[0].device_kind)
     tuned.write(path)
     show(*tuned.table())

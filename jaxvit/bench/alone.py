@@ -1,0 +1,94 @@
+"""Attention alone: the time that a backend takes for all of a tower's blocks in a bucket."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxvit.bench.clock import timed
+from jaxvit.buckets.executable import compiler_options, own_settings
+from jaxvit.encoder import Encoder
+from jaxvit.models.family import Bucket, Piece
+from jaxvit.reference.tower import tower_of
+
+REPEAT, REPEAT_TO = 8, 4096
+"""Times that attention runs inside one program, up to so many patches: alone, it is shorter than issuing a call."""
+PATIENCE = 0.2
+"""Seconds of a measurement."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A backend's attention over one segment set, compiled, and what it takes for each load.
+
+    Attributes:
+        blocks: blocks of the tower that attend over this set.
+        metadata: the backend's arrays, on the device.
+    """
+
+    blocks: int
+    compiled: Any
+    metadata: Sequence[Any]
+
+
+class Alone:
+    """Random q, k and v of a bucket, on the encoder's first device, and the segments of some loads.
+
+    Args:
+        loads: the pieces of each.
+    """
+
+    def __init__(self, encoder: Encoder, bucket: Bucket, loads: Sequence[Sequence[Piece]]):
+        self.encoder, self.bucket, self.loads = encoder, bucket, loads
+        self.device, self.tower = encoder.dispatcher.devices[0], tower_of(encoder.family)
+        self.repeat = REPEAT if bucket.patches <= REPEAT_TO else 1
+        weights = encoder.dispatcher.program(bucket, "uint8").weights
+        width = dict(weights.matrices)[f"blocks.0.{self.tower.qkv}.kernel"][1]  # with the head dim as it is padded
+        shape = (bucket.patches, self.tower.heads, width // (3 * self.tower.heads))
+        generator = np.random.default_rng(0)
+        self.qkv = [
+            jax.device_put(generator.standard_normal(shape, np.float32).astype(jnp.dtype(encoder.dtype)), self.device)
+            for _ in range(3)
+        ]
+
+    def prepare(self, name: str) -> list[Prepared]:
+        """Compiles a backend for each segment set. Several may be prepared at once, in threads."""
+        family = self.encoder.family
+        program = self.encoder.dispatcher.program(replace(self.bucket, attention=name), "uint8")
+        backend, scale = program.backend, family.config.head_dim**-0.5
+
+        def repeated(q: Any, k: Any, v: Any, metadata: Any) -> Any:
+            for _ in range(self.repeat):
+                q = backend(q, k, v, metadata, scale)
+            return q
+
+        found = []
+        for reach, blocks in Counter(self.tower.reaches).items():
+            room = program._segments(reach)
+            arrays = [
+                backend.metadata(family.lengths(pieces)[reach], self.bucket.patches, room) for pieces in self.loads
+            ]
+            metadata = [jax.device_put(dict(each), self.device) for each in arrays]
+            with own_settings():
+                lowered = jax.jit(repeated).lower(*self.qkv, metadata[0])
+            found.append(Prepared(blocks, lowered.compile(compiler_options=compiler_options(program)), metadata))
+        return found
+
+    def milliseconds(self, prepared: Sequence[Prepared]) -> float:
+        """Of all blocks together, the mean over the loads."""
+        total = 0.0
+        for one in prepared:
+            for metadata in one.metadata:
+                times = timed(
+                    lambda one=one, metadata=metadata: one.compiled(*self.qkv, metadata),
+                    jax.block_until_ready,
+                    PATIENCE,
+                )
+                total += one.blocks * times.back_to_back / self.repeat / len(one.metadata)
+        return total
