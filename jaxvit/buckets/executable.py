@@ -21,7 +21,7 @@ from jaxvit.errors import CapacityError
 from jaxvit.layers import attention
 from jaxvit.layers.fuse import Weights, bind, parameter_shapes
 from jaxvit.layers.pixels import normalise
-from jaxvit.models.family import Bucket, Buffer, Family, Piece, Probe, no_probe
+from jaxvit.models.family import Bucket, Buffer, Family, Piece, Probe, Rows, no_probe
 
 Pixels = Literal["uint8", "float32"]
 
@@ -142,21 +142,22 @@ def weights_of(family: Family, module: nnx.Module, platform: str) -> Weights:
     return Weights.of(parameter_shapes(module), () if platform == "cpu" else family.widenings())
 
 
-def pad(buffer: Buffer, array: np.ndarray | None) -> np.ndarray | None:
-    """``array`` as long as its buffer, the tail filled by the buffer's rule."""
-    if array is None:
+def pad(buffer: Buffer, rows: Rows | None) -> np.ndarray | None:
+    """An array as long as its buffer: the rows, the tail filled by the buffer's rule."""
+    if rows is None:
         if buffer.optional:
             return None
         raise CapacityError(f"buffer {buffer.name} is missing from the layout")
-    rows, room = len(array), buffer.shape[0]
-    if array.dtype != buffer.dtype or array.shape[1:] != buffer.shape[1:] or rows > room:
-        raise CapacityError(
-            f"buffer {buffer.name}: got {array.dtype} {list(array.shape)}, "
-            f"the bucket holds {buffer.dtype} {list(buffer.shape)}"
-        )
-    out = np.empty(buffer.shape, buffer.dtype)
-    out[:rows] = array
-    out[rows:] = array[-1] if buffer.pad == "repeat_last" and rows else 0
+    out, place = np.empty(buffer.shape, buffer.dtype), 0
+    for part in rows if isinstance(rows, list) else [rows]:
+        if part.dtype != buffer.dtype or part.shape[1:] != buffer.shape[1:] or place + len(part) > len(out):
+            raise CapacityError(
+                f"buffer {buffer.name}: got {part.dtype} {[place + len(part), *part.shape[1:]]}, "
+                f"the bucket holds {buffer.dtype} {list(buffer.shape)}"
+            )
+        out[place : place + len(part)] = part
+        place += len(part)
+    out[place:] = out[place - 1] if buffer.pad == "repeat_last" and place else 0
     return out
 
 

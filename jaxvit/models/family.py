@@ -91,6 +91,14 @@ class Item:
         return np.concatenate([piece.patches for piece in self.pieces])
 
 
+Rows = np.ndarray | list[np.ndarray]
+"""An array, or arrays that lie one behind the other: those are copied once, into the padded buffer."""
+
+
+def joined(rows: Rows) -> np.ndarray:
+    return np.concatenate(rows) if isinstance(rows, list) else rows
+
+
 Pad = Literal["zeros", "repeat_last", "own_segment"]
 
 
@@ -222,8 +230,8 @@ class Family(ABC):
         """The family's own inputs of a bucket; attention metadata is the backend's."""
 
     @abstractmethod
-    def layout(self, pieces: Sequence[Piece], bucket: Bucket) -> dict[str, np.ndarray]:
-        """Arrays for those buffers, not padded, the pieces packed one behind the other from row 0."""
+    def layout(self, pieces: Sequence[Piece], bucket: Bucket) -> dict[str, Rows]:
+        """Rows for those buffers, not padded, the pieces packed one behind the other from row 0."""
 
     @abstractmethod
     def lengths(self, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:

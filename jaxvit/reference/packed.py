@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxvit.errors import DependencyError
-from jaxvit.models.family import Family, Piece
+from jaxvit.models.family import Family, Piece, joined
 from jaxvit.reference.tower import Tower, bucket_of, tower_of
 
 try:
@@ -68,7 +68,7 @@ class Packed:
 
     def inputs(self, pieces: Sequence[Piece]) -> Inputs:
         """What the function takes for these pieces, packed in their order, on the device."""
-        arrays = self.family.layout(pieces, bucket_of(pieces))
+        arrays = {name: joined(rows) for name, rows in self.family.layout(pieces, bucket_of(pieces)).items()}
         pixels, channels = arrays["pixels"], self.family.channels
         if "pixels_second" in arrays:
             second = np.where(arrays["still"][:, None] != 0, pixels, arrays["pixels_second"])

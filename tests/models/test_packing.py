@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxvit.buckets.executable import Executable, Program
-from jaxvit.models.family import Bucket, Item, Piece
+from jaxvit.models.family import Bucket, Item, Piece, joined
 from tests.families import FAMILIES, encoder, media, picture, relative, repainted
 
 BACKENDS = ("dense", "xla")
@@ -119,7 +119,7 @@ def probed(name: str, program: Program, used: int, filling: float) -> Executable
 def poisoned(program: Program, pieces: list[Piece]) -> dict[str, np.ndarray | None]:
     """The bucket's arrays with random bytes in uint8 padding and NaN in float padding."""
     arrays = program.fill(pieces)
-    layout = program.family.layout(pieces, program.bucket)
+    layout = {key: joined(rows) for key, rows in program.family.layout(pieces, program.bucket).items()}
     generator = np.random.default_rng(0)
     touched = 0
     for key, real in layout.items():

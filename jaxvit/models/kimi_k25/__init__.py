@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxvit.errors import CheckpointError
 from jaxvit.layers.fuse import Widening, head_halves, mlp_width
-from jaxvit.models.family import Bucket, Buffer, Demand, Family, Grid, Item, Piece, rectangles
+from jaxvit.models.family import Bucket, Buffer, Demand, Family, Grid, Item, Piece, Rows, rectangles
 from jaxvit.models.kimi_k25 import keys, layout, processing
 from jaxvit.models.kimi_k25.config import Config
 from jaxvit.models.kimi_k25.module import VisionTower
@@ -73,7 +73,7 @@ class KimiK25(Family):
     def buffers(self, bucket: Bucket, pixels: Literal["uint8", "float32"]) -> tuple[Buffer, ...]:
         return layout.buffers(self.config, bucket, pixels)
 
-    def layout(self, pieces: Sequence[Piece], bucket: Bucket) -> dict[str, np.ndarray]:
+    def layout(self, pieces: Sequence[Piece], bucket: Bucket) -> dict[str, Rows]:
         return layout.layout(self.config, pieces)
 
     def lengths(self, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jaxvit.layers.position import bicubic, cell_order
-from jaxvit.models.family import Bucket, Buffer, Piece
+from jaxvit.models.family import Bucket, Buffer, Piece, Rows
 from jaxvit.models.kimi_k25.config import Config
 
 
@@ -73,24 +73,24 @@ def buffers(config: Config, bucket: Bucket, pixels: Literal["uint8", "float32"])
     )
 
 
-def layout(config: Config, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
-    """Arrays for those buffers, as long as the pieces are."""
+def layout(config: Config, pieces: Sequence[Piece]) -> dict[str, Rows]:
+    """Rows for those buffers, as long as the pieces are."""
     plans = [places(*piece.grid[1:], config) for piece in pieces]
     frames = [piece.grid[0] for piece in pieces]
     starts = accumulate((piece.rows // config.cell for piece in pieces[:-1]), initial=0)
     means = [mean(piece, start, config) for piece, start in zip(pieces, starts, strict=True)]
 
-    def of_frames(arrays: Sequence[np.ndarray]) -> np.ndarray:  # the same in every frame of a piece
-        return np.concatenate([array for array, count in zip(arrays, frames, strict=True) for _ in range(count)])
+    def of_frames(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:  # the same in every frame of a piece
+        return [array for array, count in zip(arrays, frames, strict=True) for _ in range(count)]
 
     return {
-        "pixels": np.concatenate([piece.patches for piece in pieces]),
+        "pixels": [piece.patches for piece in pieces],
         "coordinates": of_frames([plan.coordinates for plan in plans]),
         "tap_index": of_frames([plan.index for plan in plans]),
         "tap_weight": of_frames([plan.weight for plan in plans]),
-        "frame": np.concatenate([frame_rows(piece) for piece in pieces]),
-        "mean_index": np.concatenate([index for index, _ in means]),
-        "mean_weight": np.concatenate([weight for _, weight in means]),
+        "frame": [frame_rows(piece) for piece in pieces],
+        "mean_index": [index for index, _ in means],
+        "mean_weight": [weight for _, weight in means],
     }
 
 

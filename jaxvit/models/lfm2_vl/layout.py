@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jaxvit.layers.position import antialiased_linear, cell_order
-from jaxvit.models.family import Bucket, Buffer, Piece
+from jaxvit.models.family import Bucket, Buffer, Piece, Rows
 from jaxvit.models.lfm2_vl.config import Config
 
 
@@ -51,13 +51,13 @@ def buffers(config: Config, bucket: Bucket, pixels: Literal["uint8", "float32"])
     )
 
 
-def layout(config: Config, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
-    """Arrays for those buffers, as long as the pieces are."""
+def layout(config: Config, pieces: Sequence[Piece]) -> dict[str, Rows]:
+    """Rows for those buffers, as long as the pieces are."""
     plans = [positions(*piece.grid[1:], config.downsample_factor, config.table_side) for piece in pieces]
     return {
-        "pixels": np.concatenate([piece.patches for piece in pieces]),
-        "position_y": np.concatenate([plan.y for plan in plans]),
-        "position_x": np.concatenate([plan.x for plan in plans]),
+        "pixels": [piece.patches for piece in pieces],
+        "position_y": [plan.y for plan in plans],
+        "position_x": [plan.x for plan in plans],
     }
 
 

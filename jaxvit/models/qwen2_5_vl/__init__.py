@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxvit.layers.fuse import Widening, head_halves, mlp_width
 from jaxvit.layers.prune import retained
-from jaxvit.models.family import Bucket, Buffer, Family, Item, Piece, rectangles
+from jaxvit.models.family import Bucket, Buffer, Family, Item, Piece, Rows, rectangles
 from jaxvit.models.qwen2_5_vl import keys, layout, processing
 from jaxvit.models.qwen2_5_vl.config import Config
 from jaxvit.models.qwen2_5_vl.module import VisionTower
@@ -58,7 +58,7 @@ class Qwen25VL(Family):
     def buffers(self, bucket: Bucket, pixels: Literal["uint8", "float32"]) -> tuple[Buffer, ...]:
         return layout.buffers(self.config, bucket, pixels)
 
-    def layout(self, pieces: Sequence[Piece], bucket: Bucket) -> dict[str, np.ndarray]:
+    def layout(self, pieces: Sequence[Piece], bucket: Bucket) -> dict[str, Rows]:
         return layout.layout(self.config, pieces)
 
     def lengths(self, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxvit.models.family import Bucket, Buffer, Piece
+from jaxvit.models.family import Bucket, Buffer, Piece, Rows
 from jaxvit.models.qwen2_5_vl.config import Config
 
 
@@ -77,20 +77,20 @@ def buffers(config: Config, bucket: Bucket, pixels: Literal["uint8", "float32"])
     )
 
 
-def layout(config: Config, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
-    """Arrays for those buffers, as long as the pieces are."""
+def layout(config: Config, pieces: Sequence[Piece]) -> dict[str, Rows]:
+    """Rows for those buffers, as long as the pieces are."""
     values = config.in_channels * config.patch_size**2
     plans = [of_piece(piece, config) for piece in pieces]
     offsets = np.cumsum([0] + [piece.tokens for piece in pieces[:-1]], dtype=np.int32)
-    arrays = {
-        "pixels": np.concatenate([piece.patches[:, :values] for piece in pieces]),
+    arrays: dict[str, Rows] = {
+        "pixels": [piece.patches[:, :values] for piece in pieces],
         "still": np.repeat(np.array([is_still(piece, values) for piece in pieces], np.uint8), [p.rows for p in pieces]),
-        "coordinates": np.concatenate([plan.coordinates for plan in plans]),
-        "reverse": np.concatenate([plan.reverse + offset for plan, offset in zip(plans, offsets, strict=True)]),
+        "coordinates": [plan.coordinates for plan in plans],
+        "reverse": [plan.reverse + offset for plan, offset in zip(plans, offsets, strict=True)],
     }
     if not all(is_still(piece, values) for piece in pieces):
         # A still's second frame is never read, so any rows of the right shape will do.
-        arrays["pixels_second"] = np.concatenate([piece.patches[:, -values:] for piece in pieces])
+        arrays["pixels_second"] = [piece.patches[:, -values:] for piece in pieces]
     return arrays
 
 
