@@ -1,4 +1,4 @@
-"""Attention alone: the time that a backend takes for all of a tower's blocks in a bucket."""
+"""Attention alone, from the fused projection, rotation included: what a backend takes for all of a tower's blocks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 from jaxvit.bench.clock import timed
 from jaxvit.buckets.executable import compiler_options, own_settings
 from jaxvit.encoder import Encoder
+from jaxvit.layers import attention
 from jaxvit.models.family import Bucket, Piece
 from jaxvit.reference.tower import tower_of
 
@@ -38,7 +39,7 @@ class Prepared:
 
 
 class Alone:
-    """Random q, k and v of a bucket, on the encoder's first device, and the segments of some loads.
+    """A random projection of a bucket, on the encoder's first device, and the segments of some loads.
 
     Args:
         loads: the pieces of each.
@@ -50,33 +51,35 @@ class Alone:
         self.repeat = REPEAT if bucket.patches <= REPEAT_TO else 1
         weights = encoder.dispatcher.program(bucket, "uint8").weights
         width = dict(weights.matrices)[f"blocks.0.{self.tower.qkv}.kernel"][1]  # with the head dim as it is padded
-        shape = (bucket.patches, self.tower.heads, width // (3 * self.tower.heads))
+        shape = (bucket.patches, 3, self.tower.heads, width // (3 * self.tower.heads))
         generator = np.random.default_rng(0)
-        self.qkv = [
-            jax.device_put(generator.standard_normal(shape, np.float32).astype(jnp.dtype(encoder.dtype)), self.device)
-            for _ in range(3)
-        ]
+        qkv = generator.standard_normal(shape, np.float32).astype(jnp.dtype(encoder.dtype))
+        angles = generator.uniform(0, 6, (bucket.patches, encoder.family.config.head_dim // 2)).astype(np.float32)
+        rotation = (np.cos(angles), np.sin(angles)) if self.tower.angles else None
+        self.inputs = jax.device_put((qkv, rotation), self.device)
 
     def prepare(self, name: str) -> list[Prepared]:
         """Compiles a backend for each segment set. Several may be prepared at once, in threads."""
         family = self.encoder.family
         program = self.encoder.dispatcher.program(replace(self.bucket, attention=name), "uint8")
         backend, scale = program.backend, family.config.head_dim**-0.5
-
-        def repeated(q: Any, k: Any, v: Any, metadata: Any) -> Any:
-            for _ in range(self.repeat):
-                q = backend(q, k, v, metadata, scale)
-            return q
-
         found = []
         for reach, blocks in Counter(self.tower.reaches).items():
-            room = program._segments(reach)
-            arrays = [
-                backend.metadata(family.lengths(pieces)[reach], self.bucket.patches, room) for pieces in self.loads
-            ]
+            longest, room = family.longest(reach), program._segments(reach)
+
+            def repeated(qkv: Any, rotation: Any, metadata: Any, longest: int | None = longest) -> Any:
+                out = attention.attend(backend, qkv, rotation, metadata, scale, longest)
+                for _ in range(self.repeat - 1):
+                    # Nothing, but it waits for the last result: else all repetitions are one and the same.
+                    nothing = jnp.isnan(out[0, 0, 0])
+                    metadata = {name: value + nothing.astype(value.dtype) for name, value in metadata.items()}
+                    out = attention.attend(backend, qkv, rotation, metadata, scale, longest)
+                return out
+
+            arrays = [backend.metadata(family.lengths(load)[reach], self.bucket.patches, room) for load in self.loads]
             metadata = [jax.device_put(dict(each), self.device) for each in arrays]
             with own_settings():
-                lowered = jax.jit(repeated).lower(*self.qkv, metadata[0])
+                lowered = jax.jit(repeated).lower(*self.inputs, metadata[0])
             found.append(Prepared(blocks, lowered.compile(compiler_options=compiler_options(program)), metadata))
         return found
 
@@ -86,7 +89,7 @@ class Alone:
         for one in prepared:
             for metadata in one.metadata:
                 times = timed(
-                    lambda one=one, metadata=metadata: one.compiled(*self.qkv, metadata),
+                    lambda one=one, metadata=metadata: one.compiled(*self.inputs, metadata),
                     jax.block_until_ready,
                     PATIENCE,
                 )
