@@ -173,6 +173,9 @@ def test_without_loads_every_bucket_up_to_a_budget_is_measured(
     printed = capsys.readouterr().out
     assert "64 tokens" in printed
     assert "dense" in printed
+    header, _, row = report.markdown().splitlines()[2:5]
+    assert header.startswith("| load | tokens |")
+    assert row.startswith("| 64 tokens | 64 | dense |")
     pytest.importorskip("matplotlib")
     report.plot(tmp_path / "ladder.png")
     with Image.open(tmp_path / "ladder.png") as picture:

@@ -146,6 +146,14 @@ class Report:
         cells = [f"{one['count']} of {one['height']}x{one['width']}", *(_short(one.get(name)) for name in names)]
         return [*cells, _ratio(one["stream_over_device"]), _short(one.get("stream_over_reference"))]
 
+    def markdown(self) -> str:
+        """The tables for a README."""
+        parts = []
+        for title, columns, rows in self.tables():
+            lines = [columns, ["---"] * len(columns), *rows]
+            parts.append(f"{title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+        return "\n\n".join(parts) + "\n"
+
     def print(self) -> None:
         """Tables by rich, in plain text where it is missing."""
         for title, columns, rows in self.tables():

@@ -94,8 +94,9 @@ def main() -> int:
                 changed=lambda report, tower=tower: report.save(asked.out / f"{tower}.json"),
             )
         del encoder
-    for report in reports.values():
+    for tower, report in reports.items():
         report.print()
+        (asked.out / f"{tower}.md").write_text(report.markdown(), encoding="utf-8")
     rows = [row for tower, report in reports.items() for row in verdicts(tower, report)]
     if rows:
         show("against the bars", ["what", "measured", "bar", "holds"], rows)
