@@ -1,7 +1,7 @@
 # Every target makes the environment that it needs, once, and again when pyproject.toml or constraints.txt changed.
 #   make demo       photos through the encoders, beside recorded outputs of PyTorch (no torch installed)
 #   make test       what needs no accelerator        make test-all    and the slow ones
-#   make test-next  what needs no torch, on Python 3.12 and the newest jax
+#   make test-next  a quick part of it without torch, on Python 3.12 and the newest jax
 #   make lint       ruff and basedpyright            make clean       remove environments and build outputs
 
 VENVS := .venv
@@ -15,6 +15,12 @@ PYTHON_NEXT ?= $(call find,sys.version_info[:2] == (3, 12),python3.12 python3 $(
 
 PIP := -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 FULL := $(VENVS)/full/bin/python
+# Files go to WORKERS processes, each whole: a process compiles the tiny encoders of its files once.
+WORKERS ?= 2
+SPREAD = -n $(WORKERS) --dist loadfile
+# What a newer jax or Python is likeliest to break.
+QUICK := tests/layers tests/buckets/test_dispatcher.py tests/buckets/test_executable.py tests/buckets/test_store.py \
+  tests/buckets/test_devices.py tests/models/test_packing.py tests/test_numerics.py tests/test_demo.py tests/weights/test_load.py
 NEXT := $(VENVS)/next/bin/python
 
 .PHONY: demo test test-all test-next lint format wheel clean env-demo env-full env-next
@@ -23,13 +29,13 @@ demo: $(VENVS)/demo/.made
 	$(VENVS)/demo/bin/jaxvit demo $(ARGS)
 
 test: $(VENVS)/full/.made
-	JAXVIT_FULL=1 $(FULL) -m pytest $(ARGS)
+	JAXVIT_FULL=1 $(FULL) -m pytest $(SPREAD) $(ARGS)
 
 test-all: $(VENVS)/full/.made
-	JAXVIT_FULL=1 $(FULL) -m pytest -m "not gpu" $(ARGS)
+	JAXVIT_FULL=1 $(FULL) -m pytest $(SPREAD) -m "not gpu" $(ARGS)
 
 test-next: $(VENVS)/next/.made
-	$(NEXT) -m pytest -m "not slow and not gpu and not reference" $(ARGS)
+	$(NEXT) -m pytest $(SPREAD) -m "not slow and not gpu and not reference" $(or $(ARGS),$(QUICK))
 
 lint: $(VENVS)/full/.made
 	$(FULL) -m ruff check .

@@ -102,13 +102,11 @@ def test_a_nearly_empty_bucket_is_not_slower_than_a_full_one(name: str, attentio
     small = dispatcher.family.example(replace(bucket, tokens=64, patches=256, segments=1))
     assert sum(piece.rows for piece in small) <= 256 < 1700 <= sum(piece.rows for piece in full)
 
-    def seconds(pieces: list) -> float:
-        arrays = executable.program.fill(pieces)
-        times = []
-        for _ in range(9):
+    filled = [executable.program.fill(pieces) for pieces in (small, full)]
+    best = [float("inf")] * 2
+    for _ in range(12):  # in turn, and the quickest of each: other work on the machine only ever adds
+        for which, arrays in enumerate(filled):
             start = time.perf_counter()
             jax.block_until_ready(executable(dispatcher.weights[0], arrays))
-            times.append(time.perf_counter() - start)
-        return sorted(times)[2]
-
-    assert seconds(small) <= 1.3 * seconds(full)
+            best[which] = min(best[which], time.perf_counter() - start)
+    assert best[0] <= 1.3 * best[1]
