@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxvit.buckets.launch import launcher
 from jaxvit.errors import CapacityError
-from jaxvit.layers import attention
+from jaxvit.layers import attention, swiglu
 from jaxvit.layers.fuse import Weights, bind, parameter_shapes
 from jaxvit.layers.pixels import normalise
 from jaxvit.models.family import Bucket, Buffer, Family, Piece, Probe, Rows, no_probe
@@ -57,7 +57,7 @@ class Program:
 
     @cached_property
     def weights(self) -> Weights:
-        return weights_of(self.family, self.module, self.platform)
+        return weights_of(self.family, self.module, self.platform, self.dtype)
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -137,9 +137,11 @@ class Program:
         return {name: np.asarray(value) for name, value in out.items()}
 
 
-def weights_of(family: Family, module: nnx.Module, platform: str) -> Weights:
+def weights_of(family: Family, module: nnx.Module, platform: str, dtype: str) -> Weights:
     """How the family's parameters lie in the arguments on a platform. A CPU gains nothing by padding."""
-    return Weights.of(parameter_shapes(module), () if platform == "cpu" else family.widenings())
+    widenings = () if platform == "cpu" else family.widenings()
+    pairings = () if swiglu.why_not(platform, dtype) else family.pairings()
+    return Weights.of(parameter_shapes(module), widenings, pairings)
 
 
 def pad(buffer: Buffer, rows: Rows | None) -> np.ndarray | None:

@@ -1,9 +1,10 @@
 """Canonical parameters -> the flat list of arrays an executable takes, and back inside the traced program.
 
 Canonical parameters carry the module's attribute paths ("blocks.0.attn.qkv.kernel") and the checkpoint's sizes. What is
-done to them for speed is exact and stands here alone: axes are padded with zeros to sizes that the device likes, and
-the vectors of the norms lie in one array, because every argument of an executable costs time at each call. The bias of
-a product stays an argument of its own: the product adds it in its last step, and would need a copy of a slice.
+done to them for speed is exact and stands here alone: axes are padded with zeros to sizes that the device likes, two
+layers that one kernel computes lie in one array, and so do the vectors of the norms, because every argument of an
+executable costs time at each call. The bias of a product stays an argument of its own: the product adds it in its last
+step, and would need a copy of a slice.
 """
 
 from __future__ import annotations
@@ -85,6 +86,40 @@ def head_halves(head_dim: int, heads: int, qkv: str, out: str) -> Widening:
     return Widening(head_dim // 2, 8, places)
 
 
+@dataclass(frozen=True)
+class Pairing:
+    """Two linear layers of one shape as one array, tile of columns by tile: what ``layers.swiglu`` multiplies at once.
+
+    Attributes:
+        pattern: of the path of the module that holds both.
+        first, second: their names in it.
+        columns: of a tile.
+    """
+
+    pattern: str
+    first: str
+    second: str
+    columns: int
+
+    def of(self, name: str) -> tuple[str, str] | None:
+        """The parameters (of the first layer, of the second) of which this is one, None if it is of neither."""
+        module, layer, leaf = ["", "", *name.rsplit(".", 2)][-3:]
+        if layer not in (self.first, self.second) or not re.fullmatch(self.pattern, module):
+            return None
+        return f"{module}.{self.first}.{leaf}", f"{module}.{self.second}.{leaf}"
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """[inputs, outputs] -> [tiles, 2, columns, inputs], [outputs] -> [tiles, 2, columns]; None for a part tile."""
+        *inputs, outputs = shape
+        return None if outputs % self.columns else (outputs // self.columns, 2, self.columns, *inputs)
+
+    def join(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        """The two, as one array of that shape."""
+        *inputs, outputs = first.shape
+        tiles = np.stack([first, second]).reshape(2, *inputs, outputs // self.columns, self.columns)
+        return np.ascontiguousarray(tiles.transpose(tiles.ndim - 2, 0, tiles.ndim - 1, *range(1, tiles.ndim - 2)))
+
+
 def beside(name: str) -> str:
     """The kernel that a bias belongs to."""
     return name.rpartition(".")[0] + ".kernel"
@@ -115,17 +150,27 @@ class Weights:
         matrices: (path, padded shape) of every parameter that is an argument of its own, biases too, by path.
         vectors: (path, padded length) of every parameter in the one packed array, the last argument, by path.
         widenings: the padding.
+        joined: (path of the first, path of the second, how) of every two parameters in one array, which the matrices
+            hold under the first.
     """
 
     matrices: tuple[tuple[str, tuple[int, ...]], ...]
     vectors: tuple[tuple[str, int], ...]
     widenings: tuple[Widening, ...]
+    joined: tuple[tuple[str, str, Pairing], ...] = ()
 
     @classmethod
     def of(
-        cls, shapes: Mapping[str, tuple[int, ...]], widenings: Sequence[Widening] = (), pack: bool = True
+        cls,
+        shapes: Mapping[str, tuple[int, ...]],
+        widenings: Sequence[Widening] = (),
+        pairings: Sequence[Pairing] = (),
+        pack: bool = True,
     ) -> Weights:
-        """The layout for parameters of these shapes; without ``pack`` every vector is an argument of its own."""
+        """The layout for parameters of these shapes; without ``pack`` every vector is an argument of its own.
+
+        A pair whose padded outputs are no whole tiles stays two layers.
+        """
         padded = {}
         for name in sorted(shapes):
             shape = shapes[name]
@@ -134,8 +179,15 @@ class Weights:
             padded[name] = shape
         loose = {name for name, shape in padded.items() if pack and len(shape) == 1 and beside(name) not in padded}
         vectors = tuple((name, padded[name][0]) for name in sorted(loose))
+        joined = []
+        for pairing in pairings:
+            for first, second in sorted({pair for pair in map(pairing.of, padded) if pair}):
+                if shape := pairing.shape(padded[first]):
+                    padded[first] = shape
+                    del padded[second]
+                    joined.append((first, second, pairing))
         matrices = tuple((name, shape) for name, shape in padded.items() if name not in loose)
-        return cls(matrices, vectors, tuple(widenings))
+        return cls(matrices, vectors, tuple(widenings), tuple(joined))
 
     def avals(self, dtype: np.dtype, place: jax.sharding.Sharding) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the arguments."""
@@ -147,7 +199,9 @@ class Weights:
     def pack(
         self, parameters: Iterable[tuple[str, np.ndarray]], put: Callable[[np.ndarray], list[jax.Array]]
     ) -> list[list[jax.Array]]:
-        """The arguments, one list a device, from a stream of canonical parameters. Only vectors are held on the host.
+        """The arguments, one list a device, from a stream of canonical parameters.
+
+        Only vectors, and the first that comes of a pair, are held on the host.
 
         Args:
             put: an array -> its copy on every device.
@@ -155,11 +209,18 @@ class Weights:
         placed: dict[str, list[jax.Array]] = {}
         small: dict[str, np.ndarray] = {}
         packed = {name for name, _ in self.vectors}
+        pairs = {name: pair for pair in self.joined for name in pair[:2]}
+        halves: dict[str, np.ndarray] = {}
         for name, array in parameters:
             for widening in self.widenings:
                 array = widening.apply(name, array)
             if name in packed:
                 small[name] = array
+            elif name in pairs:
+                halves[name] = array
+                first, second, pairing = pairs[name]
+                if first in halves and second in halves:
+                    placed[first] = put(pairing.join(halves.pop(first), halves.pop(second)))
             else:
                 placed[name] = put(array)
         columns = [placed[name] for name, _ in self.matrices]
@@ -168,8 +229,9 @@ class Weights:
         return [list(row) for row in zip(*columns, strict=True)]
 
     def unpack(self, arrays: Sequence[Array]) -> dict[str, Array]:
-        """Inside the traced program: the arguments -> canonical path -> (padded) parameter."""
+        """Inside the traced program: the arguments -> canonical path -> parameter, padded or joined."""
         parameters = {name: array for (name, _), array in zip(self.matrices, arrays, strict=False)}
+        parameters |= {second: parameters[first] for first, second, _ in self.joined}
         start = 0
         for name, length in self.vectors:
             parameters[name] = jax.lax.slice(arrays[-1], (start,), (start + length,))

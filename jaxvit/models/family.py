@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from jaxvit.errors import MediaError
-from jaxvit.layers.fuse import Widening
+from jaxvit.layers.fuse import Pairing, Widening
 from jaxvit.models.pixels import uniform
 
 Grid = tuple[int, int, int]
@@ -256,6 +256,10 @@ class Family(ABC):
 
     def widenings(self) -> tuple[Widening, ...]:
         """Sizes of the tower that may be padded with zeros for speed, with what accelerators like them to be."""
+        return ()
+
+    def pairings(self) -> tuple[Pairing, ...]:
+        """Layers of the tower that one kernel can compute, where it runs."""
         return ()
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -39,11 +41,10 @@ def test_widened_and_packed_weights_compute_what_canonical_ones_do(name: str, mo
     shapes = parameter_shapes(module)
     assert any(widening.padded > widening.size for widening in family.widenings()), "the tiny tower has odd sizes"
 
-    def layout(family, module, platform):
-        return Weights.of(shapes, family.widenings())
-
-    monkeypatch.setattr(executables, "weights_of", layout)
-    wide = Weights.of(shapes, family.widenings())
+    pairings = [replace(pairing, columns=32) for pairing in family.pairings()]
+    wide = Weights.of(shapes, family.widenings(), pairings)
+    assert bool(wide.joined) == (name == "qwen2_5_vl")
+    monkeypatch.setattr(executables, "weights_of", lambda *_: wide)
     stream = load_parameters(checkpoint(name), family.keys, shapes, np.dtype(np.float32))
     [weights] = wide.pack(stream, lambda array: [jax.device_put(array, device)])
     dispatcher = shared.dispatcher
@@ -60,11 +61,25 @@ def test_widened_and_packed_weights_compute_what_canonical_ones_do(name: str, mo
     assert relative(rows[:tokens], expected[:tokens]) <= 1e-6
 
 
+def test_two_layers_are_joined_where_the_kernel_runs_and_only_in_whole_tiles(monkeypatch):
+    family = encoder("qwen2_5_vl").family
+    module = nnx.eval_shape(family.module)
+    for platform, dtype in (("cpu", "bfloat16"), ("cuda", "float32")):
+        assert not weights_of(family, module, platform, dtype).joined
+    monkeypatch.setattr(executables.swiglu, "why_not", lambda platform, dtype: None)
+    joined = weights_of(family, module, "cuda", "bfloat16").joined
+    assert len(joined) == 2 * family.config.depth
+    assert joined[0][:2] == ("blocks.0.mlp.gate_proj.bias", "blocks.0.mlp.up_proj.bias")
+    assert not weights_of(family, module, "cpu", "bfloat16").joined, (
+        "108 columns are no whole tile unless they are padded"
+    )
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_executable_takes_few_arguments(name: str):
     family = encoder(name).family
     module = nnx.eval_shape(family.module)
-    weights = weights_of(family, module, "cpu")
+    weights = weights_of(family, module, "cpu", "float32")
     assert all(len(shape) > 1 or name.endswith(".bias") for name, shape in weights.matrices)
     assert not any("norm" in name or "ln_q" in name for name, _ in weights.matrices)
     assert len(weights.matrices) + 1 < len(parameter_shapes(module))

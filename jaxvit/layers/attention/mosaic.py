@@ -183,10 +183,10 @@ def flash(
 
                 def all_slots_are_free() -> None:
                     for each in range(stages):
-                        _arrive(k_read + each, threads)
-                        _arrive(v_read + each, threads)
+                        arrive(k_read + each, threads)
+                        arrive(v_read + each, threads)
                     for each in range(slots):
-                        _arrive(q_read + each, threads)
+                        arrive(q_read + each, threads)
 
                 if isinstance(number, int):
                     all_slots_are_free()
@@ -222,11 +222,11 @@ def flash(
 
                 def others_turn() -> None:
                     if turns:
-                        _arrive(turn + 1 - group, 256)
+                        arrive(turn + 1 - group, 256)
 
                 def await_turn() -> None:
                     if turns:
-                        _sync(turn + group, 256)
+                        sync(turn + group, 256)
 
                 plgpu.barrier_wait(q_here.at[q_slot])
                 if turns:
@@ -247,7 +247,7 @@ def flash(
                         return accumulator[...]
 
                     scores = pl.run_scoped(multiply, plgpu.ACC((TILE, keys), jnp.float32))
-                    _arrive(k_read + here, threads)
+                    arrive(k_read + here, threads)
                     shares, top, weight, sums = softmax(masked(scores, block), top, weight, sums)
                     sums, shares = lax.optimization_barrier((sums, shares))
                     weight, top = lax.optimization_barrier((weight, top))
@@ -259,11 +259,11 @@ def flash(
                         pl.when(block + 1 < high)(lambda: plgpu.barrier_wait(k_here.at[slot(block + 1)]))
 
                     sums = pl.run_state(add)(plgpu.ACC.init(sums))
-                    _arrive(v_read + here, threads)
+                    arrive(v_read + here, threads)
                     return sums, top, weight
 
                 sums, top, weight = lax.fori_loop(low, high, step, (sums, top, weight))
-                _arrive(q_read + q_slot, threads)
+                arrive(q_read + q_slot, threads)
                 sums = sums * across(1 / (weight + float(jnp.finfo(jnp.float32).tiny)), dim)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 outs[group] = sums.astype(jnp.bfloat16)
@@ -279,7 +279,7 @@ def flash(
                 def _(warp: Array) -> None:
                     @pl.when(warp == 1)
                     def _() -> None:
-                        _sync(q_read + q_slot, threads)
+                        sync(q_read + q_slot, threads)
                         source = q_all.at[pl.ds(tile * rows, rows), q_place + head]
                         plgpu.copy_gmem_to_smem(source, qs.at[q_slot], q_here.at[q_slot])
 
@@ -288,9 +288,9 @@ def flash(
                         @pl.loop(low, high)
                         def _(block: Array) -> None:
                             here, wanted = slot(block), pl.ds(block * keys, keys)
-                            _sync(k_read + here, threads)
+                            sync(k_read + here, threads)
                             plgpu.copy_gmem_to_smem(k_all.at[wanted, k_place + head], ks.at[here], k_here.at[here])
-                            _sync(v_read + here, threads)
+                            sync(v_read + here, threads)
                             plgpu.copy_gmem_to_smem(v_all.at[wanted, v_place + head], vs.at[here], v_here.at[here])
 
             lax.cond(group < groups, compute, load)
@@ -311,7 +311,7 @@ def flash(
         count = lax.div(integer(total - 1 + MULTIPROCESSORS) - processor, integer(MULTIPROCESSORS))
         lax.fori_loop(integer(0), count, walk, (integer(0), *range_of(processor)))
         if turns:
-            pl.when((group == 0) & (count > 0))(lambda: _arrive(turn + 1, 256))  # for group 1's last turn
+            pl.when((group == 0) & (count > 0))(lambda: arrive(turn + 1, 256))  # for group 1's last turn
         pl.when(group < groups)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
 
     return plgpu.kernel(
@@ -356,5 +356,5 @@ def _barrier(operation: str, index: Any, threads: int) -> None:
     variable(index)
 
 
-_arrive = functools.partial(_barrier, "arrive")
-_sync = functools.partial(_barrier, "sync")
+arrive = functools.partial(_barrier, "arrive")
+sync = functools.partial(_barrier, "sync")

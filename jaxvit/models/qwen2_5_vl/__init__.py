@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from jaxvit.layers.fuse import Widening, head_halves, mlp_width
+from jaxvit.layers import swiglu
+from jaxvit.layers.fuse import Pairing, Widening, head_halves, mlp_width
 from jaxvit.layers.prune import retained
 from jaxvit.models.family import Bucket, Buffer, Family, Item, Piece, Rows, rectangles
 from jaxvit.models.qwen2_5_vl import keys, layout, processing
@@ -84,6 +85,9 @@ class Qwen25VL(Family):
             mlp_width(config.intermediate_size, rf"{block}\.mlp\.(gate|up)_proj", rf"{block}\.mlp\.down_proj"),
             head_halves(config.head_dim, config.num_heads, rf"{block}\.attn\.qkv", rf"{block}\.attn\.proj"),
         )
+
+    def pairings(self) -> tuple[Pairing, ...]:
+        return (Pairing(r"blocks\.\d+\.mlp", "gate_proj", "up_proj", swiglu.COLUMNS),)
 
     def module(self) -> VisionTower:
         return VisionTower(self.config)

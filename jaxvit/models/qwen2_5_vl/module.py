@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -17,6 +16,7 @@ from jaxvit.layers.attention import Attend
 from jaxvit.layers.linear import Linear, gelu_exact
 from jaxvit.layers.norm import RMSNorm
 from jaxvit.layers.rope import Rotation, angles_by_axis, rotation
+from jaxvit.layers.swiglu import swiglu
 from jaxvit.models.family import Probe, no_probe
 from jaxvit.models.qwen2_5_vl.config import Config
 
@@ -41,7 +41,7 @@ class MLP(nnx.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def __call__(self, x: Float[Array, "patches hidden"]) -> Float[Array, "patches hidden"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(x, self.gate_proj, self.up_proj))
 
 
 class Block(nnx.Module):
