@@ -20,6 +20,7 @@ from jaxvit.buckets.devices import interleave, naming, spread
 from jaxvit.buckets.executable import Executable, Pixels, Program, compile_program
 from jaxvit.buckets.ladder import Ladder, overflow_bucket
 from jaxvit.errors import CapacityError
+from jaxvit.layers.attention import runs
 from jaxvit.models.family import Bucket, Demand, Family, Item, Piece
 
 log = logging.getLogger("jaxvit")
@@ -255,8 +256,10 @@ class Dispatcher:
 
     def program(self, bucket: Bucket, pixels: Pixels) -> Program:
         """What a bucket computes here: its attention backend settled."""
-        name = bucket.attention if self.attention == "auto" else self.attention
-        return Program(self.family, replace(bucket, attention=name), self.dtype, pixels, self.devices[0].platform)
+        platform, name = self.devices[0].platform, self.attention
+        if name == "auto" and runs(bucket.attention, platform, self.dtype):
+            name = bucket.attention  # a ladder tuned in another dtype may name what cannot run in this one
+        return Program(self.family, replace(bucket, attention=name), self.dtype, pixels, platform)
 
     def executable(self, bucket: Bucket, pixels: Pixels = "uint8", device: int = 0) -> Executable:
         """The bucket's executable, built on first use, once however many threads ask."""

@@ -222,4 +222,6 @@ def test_a_ladder_s_attention_is_what_runs():
     dispatcher = encoder("qwen2_5_vl").dispatcher
     bucket = replace(dispatcher.ladder.buckets[0], attention="xla")
     assert dispatcher.program(bucket, "uint8").backend.name == "xla"
+    elsewhere = replace(bucket, attention="mosaic")
+    assert dispatcher.program(elsewhere, "uint8").backend.name in ("dense", "xla"), "tuned for what cannot run here"
     assert load("qwen2_5_vl", attention="dense").dispatcher.program(bucket, "uint8").backend.name == "dense"

@@ -21,7 +21,7 @@ from jaxvit.layers.attention.segments import TILE, Attend, Backend, Metadata, ke
 from jaxvit.layers.attention.tokamax import Tokamax
 from jaxvit.layers.rope import Rotation, rotate
 
-__all__ = ["BACKENDS", "TILE", "Attend", "Backend", "Metadata", "attend", "choose", "key_ranges"]
+__all__ = ["BACKENDS", "TILE", "Attend", "Backend", "Metadata", "attend", "choose", "key_ranges", "runs"]
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (Dense(), Blockwise(), Cudnn(), Tokamax(), Mosaic())
@@ -53,6 +53,11 @@ def attend(
     if rotation is not None:
         q, k = rotate(q, rotation), rotate(k, rotation)
     return backend(q, k, v, metadata, scale)
+
+
+def runs(name: str, platform: str, dtype: str) -> bool:
+    """Whether the backend of that name can run there."""
+    return name in BACKENDS and BACKENDS[name].why_not(platform, dtype) is None
 
 
 def choose(name: str, platform: str, dtype: str, patches: int) -> Backend:
