@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jaxvit.layers.norm import LayerNorm, RMSNorm
+from jaxvit.layers.norm import LayerNorm, RMSNorm, inverse_root
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -36,3 +38,51 @@ def test_large_rows_below_the_overflow_are_normalised(kind: Any):
     norm = kind(64, 1e-6)
     large = np.asarray(norm(jnp.asarray(rows * np.float32(1e17))))
     np.testing.assert_allclose(large, np.asarray(norm(jnp.asarray(rows))), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("square", [0.0, 1e-45, 1e-6, 3.0, 1e30, 3.4e38])
+def test_the_inverse_root_of_a_finite_number_is_that_of_the_formula(square: float):
+    value = jnp.float32(square).reshape(1, 1)
+    assert jnp.array_equal(inverse_root(value, 1e-6), jax.lax.rsqrt(value + jnp.float32(1e-6)))
+
+
+def test_the_inverse_root_of_what_is_not_finite_is_nan():
+    assert jnp.isnan(inverse_root(jnp.array([[jnp.inf], [jnp.nan]], jnp.float32), 1e-6)).all()
+
+
+ROWS = [8, pytest.param(256, marks=pytest.mark.gpu), pytest.param(4096, marks=pytest.mark.gpu)]
+ROWS.append(pytest.param(16384, marks=pytest.mark.gpu))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("width", [768, 1152, 1280])
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_a_compiled_norm_contains_rows_that_are_not_finite_and_shows_them_elsewhere(kind: Any, width: int, rows: int):
+    generator = np.random.default_rng(2)
+    x = generator.standard_normal((rows, width)).astype(jnp.bfloat16)
+    packed = generator.standard_normal(3 * width).astype(jnp.bfloat16)
+    scale, bias = packed[width : 2 * width].astype(np.float64), packed[2 * width :].astype(np.float64)
+
+    @partial(jax.jit, static_argnames="contain")
+    def run(x: jax.Array, packed: jax.Array, contain: bool) -> jax.Array:
+        norm = kind(width, 1e-6)
+        norm.scale = nnx.Param(packed[width : 2 * width])
+        if kind is LayerNorm:
+            norm.bias = nnx.Param(packed[2 * width :])
+        return norm(x, contain=contain)
+
+    wide = x.astype(np.float64)
+    wide = wide - wide.mean(-1, keepdims=True) if kind is LayerNorm else wide
+    truth = wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + 1e-6) * scale
+    truth = truth + bias if kind is LayerNorm else truth
+    clean = np.asarray(run(x, packed, contain=False)).astype(np.float64)
+    assert np.linalg.norm(clean - truth) / np.linalg.norm(truth) <= 2**-8
+    bad = [1, 3, rows - 1]
+    x[1, 5], x[3, 0] = np.nan, -np.inf
+    x[rows - 1] = (x[0].astype(np.float32) * 1e30).astype(x.dtype)  # finite, and its squares are not
+    shown, contained = (np.asarray(run(x, packed, contain=contain)).astype(np.float64) for contain in (False, True))
+    others = np.delete(np.arange(rows), bad)
+    assert np.isnan(shown[bad]).all()
+    assert np.array_equal(shown[others], clean[others])
+    assert np.array_equal(contained[others], clean[others])
+    assert not contained[bad].any()
