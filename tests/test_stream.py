@@ -273,7 +273,7 @@ def test_four_devices_share_a_stream_and_a_failing_one_ends_it(monkeypatch):
         raise RuntimeError("fell off the bus")
 
     executable = four().dispatcher._ready[bucket, "uint8", 1]
-    monkeypatch.setattr(executable, "compiled", fail)
+    monkeypatch.setattr(executable, "run", fail)
     with pytest.raises(DeviceError, match="fell off the bus"):
         list(four().encode_iter(given, on_error="return"))
     assert left_threads() == []
