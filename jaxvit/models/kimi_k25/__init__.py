@@ -108,6 +108,7 @@ class KimiK25(Family):
     def widenings(self) -> tuple[Widening, ...]:
         block, config = r"blocks\.\d+", self.config
         return (
+            Widening(config.patch_values, 8, ((r"patch_embed\.kernel", 0, ()),)),
             mlp_width(config.intermediate_size, rf"{block}\.mlp\.fc1", rf"{block}\.mlp\.fc2"),
             head_halves(config.head_dim, config.num_attention_heads, rf"{block}\.attn\.qkv", rf"{block}\.attn\.proj"),
         )

@@ -89,7 +89,9 @@ class VisionTower(nnx.Module):
     ) -> Float[Array, "tokens width"]:
         """The arrays of ``layout.buffers``, pixels normalised. The probe's "patch_embed" has the positions in it."""
         config = self.config
-        x = self.patch_embed(arrays["pixels"])
+        pixels = arrays["pixels"]
+        wider = self.patch_embed.kernel.shape[0] - pixels.shape[1]  # XLA would pad both at each call
+        x = self.patch_embed(jnp.pad(pixels, ((0, 0), (0, wider))))
         positions = gather_by_axis(arrays["tap_index"], arrays["tap_weight"], self.position_embeddings[...])
         positions += time_table(config.pos_emb_time, config.hidden_size)[arrays["frame"]]
         x = probe("patch_embed", x + positions.astype(x.dtype))
