@@ -251,7 +251,8 @@ class Encoder:
 
         Args:
             up_to: the largest budget to build, in tokens.
-            strict: from here on, anything that would compile raises CapacityError.
+            strict: from here on, a bucket that was not built raises CapacityError instead of compiling
+                (``bucketed=False`` compiles its exact shapes all the same).
         """
         self.dispatcher.warmup(up_to)
         self.dispatcher.strict = strict
