@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxvit.errors import LadderError
 from jaxvit.layers.attention.segments import Metadata
 from jaxvit.models.family import Buffer
 
@@ -67,7 +68,7 @@ class Cudnn:
     def __call__(self, q: Array, k: Array, v: Array, metadata: Metadata, scale: float) -> Array:
         module, reason = _entry()
         if module is None:
-            raise NotImplementedError(reason)
+            raise LadderError(f"attention 'cudnn' cannot run here: {reason}")
         lengths, offsets = metadata["lengths"], metadata["offsets"]
         out = module.dot_product_attention(  # pyright: ignore[reportAttributeAccessIssue]
             q[None], k[None], v[None], scale=scale, mask_type=module.MaskType.PADDING,  # pyright: ignore
