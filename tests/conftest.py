@@ -13,6 +13,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 # Four devices on the CPU, for the tests of data parallel encoding; every other test uses the first.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+# The width of the terminal that started the processes of a spread run: output that is read by a test has none.
+os.environ.pop("COLUMNS", None)
 # Nothing may be fetched while testing, and a test that tries fails at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Executables are stored for this run alone: what a run finds compiled depends on nothing before it.
