@@ -141,7 +141,7 @@ def weights_of(family: Family, module: nnx.Module, platform: str, dtype: str) ->
     """How the family's parameters lie in the arguments on a platform. A CPU gains nothing by padding."""
     widenings = () if platform == "cpu" else family.widenings()
     pairings = () if swiglu.why_not(platform, dtype) else family.pairings()
-    return Weights.of(parameter_shapes(module), widenings, pairings)
+    return Weights.of(parameter_shapes(module), widenings, pairings, biases=platform != "cpu" and dtype != "float32")
 
 
 def pad(buffer: Buffer, rows: Rows | None) -> np.ndarray | None:

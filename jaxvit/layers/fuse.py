@@ -3,13 +3,17 @@
 Canonical parameters carry the module's attribute paths ("blocks.0.attn.qkv.kernel") and the checkpoint's sizes. What is
 done to them for speed is exact and stands here alone: axes are padded with zeros to sizes that the device likes, two
 layers that one kernel computes lie in one array, and so do the vectors of the norms, because every argument of an
-executable costs time at each call. The bias of a product stays an argument of its own: the product adds it in its last
-step, and would need a copy of a slice.
+executable costs time at each call.
+
+A norm reads its vectors where they lie. The bias of a product has to be an array of its own, and XLA for GPUs makes a
+kernel for each bare slice. Of slices of one length that are also converted it makes a single kernel. So the biases lie
+in another array, in float32, which holds bfloat16 exactly. Elsewhere they stay arguments.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -142,20 +146,29 @@ def bind(module: nnx.Module, parameters: Mapping[str, Array]) -> nnx.Module:
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
+Place = tuple[str, tuple[int, ...]]
+"""The path of a parameter, and the shape in which it lies."""
+
+OFTEN = 4
+"""Biases of one length that are worth a kernel of their own to take them out of the packed array."""
+
+
 @dataclass(frozen=True)
 class Weights:
     """How canonical parameters lie in an executable's arguments.
 
     Attributes:
-        matrices: (path, padded shape) of every parameter that is an argument of its own, biases too, by path.
-        vectors: (path, padded length) of every parameter in the one packed array, the last argument, by path.
+        matrices: (path, padded shape) of every parameter that is an argument of its own, by path.
+        vectors: (path, padded shape) of every parameter in the first packed array, behind the matrices.
+        biases: (path, padded shape) of every parameter in the second packed array, the last, in float32.
         widenings: the padding.
-        joined: (path of the first, path of the second, how) of every two parameters in one array, which the matrices
-            hold under the first.
+        joined: (path of the first, path of the second, how) of every two parameters in one array, which stands under
+            the first.
     """
 
-    matrices: tuple[tuple[str, tuple[int, ...]], ...]
-    vectors: tuple[tuple[str, int], ...]
+    matrices: tuple[Place, ...]
+    vectors: tuple[Place, ...]
+    biases: tuple[Place, ...]
     widenings: tuple[Widening, ...]
     joined: tuple[tuple[str, str, Pairing], ...] = ()
 
@@ -165,11 +178,12 @@ class Weights:
         shapes: Mapping[str, tuple[int, ...]],
         widenings: Sequence[Widening] = (),
         pairings: Sequence[Pairing] = (),
-        pack: bool = True,
+        biases: bool = False,
     ) -> Weights:
-        """The layout for parameters of these shapes; without ``pack`` every vector is an argument of its own.
+        """The layout for parameters of these shapes. A pair whose padded outputs are no whole tiles stays two layers.
 
-        A pair whose padded outputs are no whole tiles stays two layers.
+        Args:
+            biases: pack the biases of products too, but for those of a length that is rare.
         """
         padded = {}
         for name in sorted(shapes):
@@ -177,8 +191,8 @@ class Weights:
             for widening in widenings:
                 shape = widening.shape(name, shape)
             padded[name] = shape
-        loose = {name for name, shape in padded.items() if pack and len(shape) == 1 and beside(name) not in padded}
-        vectors = tuple((name, padded[name][0]) for name in sorted(loose))
+        vectors = {name for name, shape in padded.items() if len(shape) == 1}
+        added = {name for name in vectors if beside(name) in padded}
         joined = []
         for pairing in pairings:
             for first, second in sorted({pair for pair in map(pairing.of, padded) if pair}):
@@ -186,15 +200,23 @@ class Weights:
                     padded[first] = shape
                     del padded[second]
                     joined.append((first, second, pairing))
-        matrices = tuple((name, shape) for name, shape in padded.items() if name not in loose)
-        return cls(matrices, vectors, tuple(widenings), tuple(joined))
+        often = Counter(prod(shape) for name, shape in padded.items() if name in added)
+        packed = {name for name in added & set(padded) if biases and often[prod(padded[name])] >= OFTEN}
+
+        def places(of: set[str]) -> tuple[Place, ...]:
+            return tuple((name, shape) for name, shape in padded.items() if name in of)
+
+        loose = vectors - added
+        return cls(places(set(padded) - loose - packed), places(loose), places(packed), tuple(widenings), tuple(joined))
 
     def avals(self, dtype: np.dtype, place: jax.sharding.Sharding) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the arguments."""
-        shapes = [shape for _, shape in self.matrices]
-        if self.vectors:
-            shapes.append((sum(length for _, length in self.vectors),))
-        return [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape in shapes]
+        avals = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for _, shape in self.matrices]
+        for places, of in ((self.vectors, dtype), (self.biases, np.dtype(np.float32))):
+            if places:
+                total = sum(prod(shape) for _, shape in places)
+                avals.append(jax.ShapeDtypeStruct((total,), of, sharding=place))
+        return avals
 
     def pack(
         self, parameters: Iterable[tuple[str, np.ndarray]], put: Callable[[np.ndarray], list[jax.Array]]
@@ -208,32 +230,37 @@ class Weights:
         """
         placed: dict[str, list[jax.Array]] = {}
         small: dict[str, np.ndarray] = {}
-        packed = {name for name, _ in self.vectors}
+        packed = {name for name, _ in (*self.vectors, *self.biases)}
         pairs = {name: pair for pair in self.joined for name in pair[:2]}
         halves: dict[str, np.ndarray] = {}
         for name, array in parameters:
             for widening in self.widenings:
                 array = widening.apply(name, array)
-            if name in packed:
-                small[name] = array
-            elif name in pairs:
+            if name in pairs:
                 halves[name] = array
-                first, second, pairing = pairs[name]
-                if first in halves and second in halves:
-                    placed[first] = put(pairing.join(halves.pop(first), halves.pop(second)))
+                name, second, pairing = pairs[name]
+                if name not in halves or second not in halves:
+                    continue
+                array = pairing.join(halves.pop(name), halves.pop(second))
+            if name in packed:
+                small[name] = array.reshape(-1)
             else:
                 placed[name] = put(array)
         columns = [placed[name] for name, _ in self.matrices]
         if self.vectors:
             columns.append(put(np.concatenate([small[name] for name, _ in self.vectors])))
+        if self.biases:
+            columns.append(put(np.concatenate([small[name] for name, _ in self.biases]).astype(np.float32)))
         return [list(row) for row in zip(*columns, strict=True)]
 
     def unpack(self, arrays: Sequence[Array]) -> dict[str, Array]:
         """Inside the traced program: the arguments -> canonical path -> parameter, padded or joined."""
         parameters = {name: array for (name, _), array in zip(self.matrices, arrays, strict=False)}
-        parameters |= {second: parameters[first] for first, second, _ in self.joined}
-        start = 0
-        for name, length in self.vectors:
-            parameters[name] = jax.lax.slice(arrays[-1], (start,), (start + length,))
-            start += length
-        return parameters
+        rest = list(arrays[len(self.matrices) :])
+        for places in filter(None, (self.vectors, self.biases)):
+            packed, start = rest.pop(0), 0
+            for name, shape in places:
+                vector = jax.lax.slice(packed, (start,), (start + prod(shape),))
+                parameters[name] = vector.astype(arrays[0].dtype).reshape(shape)
+                start += prod(shape)
+        return parameters | {second: parameters[first] for first, second, _ in self.joined}

@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from jaxvit.buckets import executable as executables
 from jaxvit.buckets.executable import compile_program, weights_of
-from jaxvit.layers.fuse import Weights, Widening, head_halves, mlp_width, parameter_shapes
+from jaxvit.layers import fuse
+from jaxvit.layers.fuse import Pairing, Weights, Widening, head_halves, mlp_width, parameter_shapes
 from jaxvit.weights.load import load_parameters
 from tests.families import FAMILIES, checkpoint, encoder, picture, relative
+
+LINEAR = ("kernel", "bias")
 
 
 def test_a_widened_axis_keeps_its_values_in_their_groups():
@@ -42,8 +46,9 @@ def test_widened_and_packed_weights_compute_what_canonical_ones_do(name: str, mo
     assert any(widening.padded > widening.size for widening in family.widenings()), "the tiny tower has odd sizes"
 
     pairings = [replace(pairing, columns=32) for pairing in family.pairings()]
-    wide = Weights.of(shapes, family.widenings(), pairings)
+    wide = Weights.of(shapes, family.widenings(), pairings, biases=True)
     assert bool(wide.joined) == (name == "qwen2_5_vl")
+    assert wide.biases
     monkeypatch.setattr(executables, "weights_of", lambda *_: wide)
     stream = load_parameters(checkpoint(name), family.keys, shapes, np.dtype(np.float32))
     [weights] = wide.pack(stream, lambda array: [jax.device_put(array, device)])
@@ -73,6 +78,54 @@ def test_two_layers_are_joined_where_the_kernel_runs_and_only_in_whole_tiles(mon
     assert not weights_of(family, module, "cpu", "bfloat16").joined, (
         "108 columns are no whole tile unless they are padded"
     )
+
+
+def test_biases_of_a_length_that_is_rare_stay_arguments():
+    shapes = {f"blocks.{index}.fc.{leaf}": (5,) if leaf == "bias" else (3, 5) for index in range(4) for leaf in LINEAR}
+    shapes |= {f"projector.{leaf}": (7,) if leaf == "bias" else (3, 7) for leaf in LINEAR}
+    packed = Weights.of(shapes, biases=True)
+    assert packed.biases == tuple((f"blocks.{index}.fc.bias", (5,)) for index in range(4))
+    assert [name for name, _ in packed.matrices] == [
+        *(f"blocks.{index}.fc.kernel" for index in range(4)),
+        "projector.bias",
+        "projector.kernel",
+    ]
+    assert not Weights.of(shapes).biases
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_packed_vectors_come_back_bit_by_bit(dtype: type, monkeypatch):
+    monkeypatch.setattr(fuse, "OFTEN", 2)
+    generator, device = np.random.default_rng(0), jax.devices()[0]
+    pairing = Pairing("blocks\\.\\d", "gate", "up", 2)
+    shapes: dict[str, tuple[int, ...]] = {"norm.scale": (6,)}
+    for layer in ("blocks.0.gate", "blocks.0.up", "blocks.1.gate", "blocks.1.up", "a", "b"):
+        shapes |= {f"{layer}.kernel": (3, 4), f"{layer}.bias": (4,)}
+    canonical = {name: generator.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+    layout = Weights.of(shapes, pairings=[pairing], biases=True)
+    assert [name for name, _ in layout.biases] == ["a.bias", "b.bias", "blocks.0.gate.bias", "blocks.1.gate.bias"]
+    [arrays] = layout.pack(canonical.items(), lambda array: [jax.device_put(array, device)])
+    avals = layout.avals(np.dtype(dtype), jax.sharding.SingleDeviceSharding(device))
+    assert [(array.shape, array.dtype) for array in arrays] == [(aval.shape, aval.dtype) for aval in avals]
+    found = jax.jit(layout.unpack)(arrays)
+    for index in range(2):
+        pair = (f"blocks.{index}.gate.bias", f"blocks.{index}.up.bias")
+        joined = pairing.join(*(canonical.pop(name) for name in pair))
+        for name in pair:
+            assert found[name].dtype == dtype
+            assert np.array_equal(found[name], joined)
+    for name in ("norm.scale", "a.bias", "b.bias", "a.kernel"):
+        assert found[name].dtype == dtype
+        assert np.array_equal(found[name], canonical[name])
+
+
+def test_biases_are_packed_on_an_accelerator_in_half_precision(monkeypatch):
+    monkeypatch.setattr(executables.swiglu, "why_not", lambda platform, dtype: "not here")
+    family = encoder("kimi_k25").family
+    module = nnx.eval_shape(family.module)
+    assert weights_of(family, module, "cuda", "bfloat16").biases
+    assert not weights_of(family, module, "cuda", "float32").biases
+    assert not weights_of(family, module, "cpu", "bfloat16").biases
 
 
 @pytest.mark.parametrize("name", FAMILIES)
