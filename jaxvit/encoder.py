@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -16,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxvit import checks
 from jaxvit import media as _media
 from jaxvit.buckets import ladder as _ladder
 from jaxvit.buckets.dispatcher import Dispatcher, Plan
 from jaxvit.buckets.executable import compile_program, weights_of
 from jaxvit.buckets.store import Store
 from jaxvit.encodings import Encodings, OnError
-from jaxvit.errors import CapacityError, DependencyError, JaxvitError, MediaError
+from jaxvit.errors import CapacityError, DependencyError, JaxvitError, MediaError, OptionError
 from jaxvit.layers import attention as _attention
 from jaxvit.layers.fuse import parameter_shapes
 from jaxvit.models import family_of
@@ -60,11 +61,15 @@ def load(
         on_overflow: what happens to a piece larger than every bucket: "compile" one for it, or "error".
         store: folder of compiled executables; None for the user's cache folder, False for none.
     Raises:
-        CheckpointError: the files cannot be used. LadderError: the budgets cannot.
+        OptionError: an argument cannot be used. CheckpointError: the files cannot. LadderError: the budgets cannot.
     """
+    checks.kind("model", model, (str, os.PathLike), "a folder's path or a hub id")
+    checks.kind("processor", processor, (Mapping, type(None)), "a mapping of processing settings, or None")
+    if store is not False:
+        checks.kind("store", store, (str, os.PathLike, type(None)), "a folder's path, None or False")
     placed = _devices(devices)
-    _check_choice("on_overflow", on_overflow, ("compile", "error"))
-    _check_choice("attention", attention, ("auto", *_attention.BACKENDS))
+    checks.choice("on_overflow", on_overflow, ("compile", "error"))
+    checks.choice("attention", attention, ("auto", *_attention.BACKENDS))
     model = model if isinstance(model, str) else Path(model)
     folder = hub.snapshot(model)
     files = read_config_files(folder)
@@ -127,9 +132,9 @@ class Encoder:
             media: one item or a sequence: see :mod:`jaxvit.media` for what is accepted.
             on_error: "raise" lists every bad index in one MediaError; "return" puts the error in the item's place.
         Raises:
-            MediaError: items cannot be used. DependencyError: one needs an optional extra.
+            MediaError: items cannot be used. DependencyError: one needs an optional extra. OptionError: ``on_error``.
         """
-        _check_choice("on_error", on_error, ("raise", "return"))
+        checks.choice("on_error", on_error, ("raise", "return"))
         sequence = _media.as_sequence(media)
         if len(sequence) > 1 and (os.cpu_count() or 1) > 1:
             results = list(self._threads().map(self._prepare_one, range(len(sequence)), sequence))
@@ -168,12 +173,16 @@ class Encoder:
             inputs: its mapping: pixel_values or pixel_values_videos with the grids or shapes beside them.
             pieces_per_item: LFM2 without image_rows and image_cols: how many tiles each image has.
         """
+        if not isinstance(inputs, Mapping):
+            raise MediaError(f"{type(inputs).__name__} is no output of a processor: hand in its mapping, whole")
         return self.family.items(inputs, pieces_per_item)
 
     # items -> embeddings
 
     def plan(self, items: Sequence[Item]) -> Plan:
         """Which piece would run in which bucket, at which offset. Nothing runs."""
+        for item in items:
+            checks.kind("one of the items", item, Item, "what encoder.prepare(...) returns")
         return self.dispatcher.plan(items)
 
     def encode(
@@ -193,6 +202,7 @@ class Encoder:
         Raises:
             MediaError: items cannot be used. CapacityError: a piece fits no bucket. DeviceError: a device failed.
             NumericsError: an item's embeddings are not finite; raised when that item is read.
+            OptionError: an argument cannot be used.
         """
         dtype = self._out_dtype(out_dtype)
         results: list[Any] = list(self.prepare(media, on_error=on_error))
@@ -211,8 +221,10 @@ class Encoder:
         if asked is None:
             return self.dtype
         if str(asked) == "float16":
-            raise ValueError("out_dtype float16 is refused: embeddings may overflow its range; use bfloat16 or float32")
-        _check_choice("out_dtype", asked, ("float32", "bfloat16"))
+            raise OptionError(
+                "out_dtype float16 is refused: embeddings may overflow its range; use bfloat16 or float32"
+            )
+        checks.choice("out_dtype", asked, ("float32", "bfloat16"))
         return asked
 
     def encode_iter(
@@ -235,13 +247,14 @@ class Encoder:
         """
         from jaxvit.stream import Stream, encode_iter
 
-        _check_choice("on_error", on_error, ("raise", "return"))
+        checks.choice("on_error", on_error, ("raise", "return"))
         if isinstance(lookahead, bool) or not isinstance(lookahead, int) or lookahead < 1:
-            raise ValueError(f"lookahead is {lookahead!r}; give a number of items, at least 1")
+            raise OptionError(f"lookahead is {lookahead!r}; give a number of items, at least 1")
         return encode_iter(Stream(self, media, dtype=self._out_dtype(out_dtype), lookahead=lookahead), on_error)
 
     def intermediates(self, item: Item) -> list[dict[str, np.ndarray]]:
         """For each piece, the named intermediates of the exact path: name -> float32 [rows, features]."""
+        checks.kind("item", item, Item, "one of what encoder.prepare(...) returns")
         return [self.dispatcher.intermediates(piece) for piece in item.pieces]
 
     # buckets
@@ -254,6 +267,7 @@ class Encoder:
             strict: from here on, a bucket that was not built raises CapacityError instead of compiling
                 (``bucketed=False`` compiles its exact shapes all the same).
         """
+        checks.kind("up_to", up_to, (int, type(None)), "a number of tokens, or None for every bucket")
         self.dispatcher.warmup(up_to)
         self.dispatcher.strict = strict
 
@@ -286,11 +300,11 @@ def _devices(devices: str | Sequence[jax.Device] | None) -> list[jax.Device]:
     if devices is None:
         return jax.local_devices()[:1]
     if isinstance(devices, str):
-        _check_choice("devices", devices, ("all",))
+        checks.choice("devices", devices, ("all",))
         return jax.local_devices()
-    placed = list(devices)
-    if not placed or len(set(placed)) != len(placed):
-        raise ValueError(f'devices must be None, "all" or distinct jax devices, got {devices!r}')
+    placed = list(devices) if isinstance(devices, Iterable) else []
+    if not placed or len(set(placed)) != len(placed) or not all(isinstance(one, jax.Device) for one in placed):
+        raise OptionError(f'devices must be None, "all" or a list of distinct jax devices, got {devices!r}')
     return placed
 
 
@@ -302,11 +316,6 @@ def _dtype(asked: str | None, stored: str) -> str:
             )
         return "float32" if stored == "float32" else "bfloat16"
     if str(asked) == "float16":
-        raise ValueError("dtype float16 is refused: these towers overflow its range; use bfloat16 or float32")
-    _check_choice("dtype", asked, ("float32", "bfloat16"))
+        raise OptionError("dtype float16 is refused: these towers overflow its range; use bfloat16 or float32")
+    checks.choice("dtype", asked, ("float32", "bfloat16"))
     return asked
-
-
-def _check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(map(repr, allowed))}")

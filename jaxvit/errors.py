@@ -9,6 +9,10 @@ class JaxvitError(Exception):
     """Base class: ``except jaxvit.errors.JaxvitError`` catches every error below."""
 
 
+class OptionError(JaxvitError, ValueError):
+    """An argument of a call cannot be used; the message names it and what it may be."""
+
+
 class MediaError(JaxvitError, ValueError):
     """An item of the input cannot be encoded.
 

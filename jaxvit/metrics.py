@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxvit.errors import OptionError
+
 ROWS = 1024
 """Rows that are taken to float64 at a time."""
 
@@ -31,9 +33,9 @@ class Tally:
         self.difference, self.reference, self.largest, self.lowest = 0.0, 0.0, 0.0, 1.0
 
     def add(self, ours: np.ndarray, theirs: np.ndarray) -> Tally:
-        """Takes in two arrays [rows, features] of one shape."""
+        """Takes in two arrays [rows, features] of one shape. Raises OptionError where the shapes differ."""
         if ours.shape != theirs.shape:
-            raise ValueError(f"shapes differ: ours {ours.shape}, theirs {theirs.shape}")
+            raise OptionError(f"shapes differ: ours {ours.shape}, theirs {theirs.shape}")
         for start in range(0, len(ours), ROWS):
             a, b = (each[start : start + ROWS].astype(np.float64) for each in (ours, theirs))
             gap = np.abs(a - b)

@@ -26,7 +26,7 @@ from jaxvit.bench.loads import repainted, split
 from jaxvit.bench.report import environment
 from jaxvit.buckets import ladder as _ladder
 from jaxvit.encoder import Encoder
-from jaxvit.errors import CapacityError
+from jaxvit.errors import CapacityError, OptionError
 from jaxvit.layers import attention
 from jaxvit.models.family import Bucket, Piece
 from jaxvit.reference.tower import tower_of
@@ -127,11 +127,11 @@ def tune(
             not measured is left out. Whole calls are measured from the largest bucket down.
         note: told what is being done.
     Raises:
-        ValueError: the encoder's attention backend is fixed. CapacityError: no bucket fits on the device.
+        OptionError: the encoder's attention backend is fixed. CapacityError: no bucket fits on the device.
     """
     dispatcher, family = encoder.dispatcher, encoder.family
     if dispatcher.attention != "auto":
-        raise ValueError(f'this encoder has attention={dispatcher.attention!r} for every bucket; load it with "auto"')
+        raise OptionError(f'this encoder has attention={dispatcher.attention!r} for every bucket; load it with "auto"')
     device = dispatcher.devices[0]
     candidates = ladder or _ladder.default_ladder(family, device.platform)
     begun = time.monotonic()

@@ -20,7 +20,7 @@ from jaxvit.bench.pictures import pictures
 from jaxvit.bench.start import starts
 from jaxvit.bench.subject import Subject, random_checkpoint
 from jaxvit.buckets.ladder import from_budgets, from_file
-from jaxvit.errors import CheckpointError
+from jaxvit.errors import CheckpointError, OptionError
 from tests.families import FAMILIES, checkpoint, encoder
 
 SMALL = "1x256"
@@ -90,7 +90,7 @@ def test_a_load_takes_the_ladders_bucket_where_it_has_one_of_that_size(tmp_path:
 @pytest.mark.parametrize("text", ["256", "0x256x1", "1x2", "1x258", "1x4194304", "1x1004"])
 def test_a_load_that_cannot_be_is_refused(text: str) -> None:
     family = encoder("qwen2_5_vl").family
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(OptionError, match=text):
         load_of(family, text, from_budgets(family, [64]))
 
 

@@ -112,6 +112,13 @@ def test_bad_input_is_named_without_a_traceback_and_exits_with_2(
     assert not (tmp_path / "out.safetensors").exists()
 
 
+def test_a_wrong_option_of_the_library_is_one_line_and_exits_with_2(run: Run, model: Path) -> None:
+    outcome = run("bench", model, "--attention", "flash")
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: attention is 'flash'; choose one of 'auto'")
+    assert "Traceback" not in outcome.err
+
+
 def _result(relative_rms: float) -> demonstration.Result:
     rows = (demonstration.Row("tiny", "cat", 4, Metrics(rms, 1e-7, 1.0)) for rms in (1e-7, relative_rms))
     return demonstration.Result(tuple(rows), False, "torch 0")

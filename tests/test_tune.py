@@ -186,7 +186,7 @@ def test_when_time_is_over_buckets_take_the_last_winner_and_what_is_not_measured
 
 def test_an_encoder_with_a_fixed_backend_is_refused() -> None:
     fixed = jaxvit.load(checkpoint("lfm2_5_vl"), dtype="float32", budgets=[64], store=False, attention="dense")
-    with pytest.raises(ValueError, match='"auto"'):
+    with pytest.raises(jaxvit.errors.OptionError, match='"auto"'):
         tune.tune(fixed)
 
 

@@ -20,6 +20,7 @@ from jaxvit.bench.loads import Load, full, load_of
 from jaxvit.bench.report import Report, environment
 from jaxvit.bench.subject import Subject, product_rates, share_memory
 from jaxvit.encoder import Encoder
+from jaxvit.errors import OptionError
 
 __all__ = ["Load", "Report", "Subject", "bench", "share_memory"]
 
@@ -60,9 +61,13 @@ def bench(
         seconds: no step begins later than this.
         note: told what is being done.
         changed: given the report after every step, to save it.
+    Raises:
+        OptionError: ``loads`` is text. A load that cannot be made is in ``failures``.
     """
     from jaxvit.bench import calls
 
+    if isinstance(loads, str):
+        raise OptionError(f"loads is {loads!r}; give a list, such as {loads.split(',')!r}")
     subject, family, begun = Subject(encoder), encoder.family, time.monotonic()
     model = name or (encoder.folder.name if encoder.folder else family.name)
     report = Report(model, family.name, encoder.dtype, environment(subject.device))

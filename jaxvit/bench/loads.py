@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from jaxvit.buckets.ladder import Ladder, complete
+from jaxvit.errors import OptionError
 from jaxvit.models.family import Bucket, Demand, Family, Item, Piece
 from jaxvit.paths import data
 
@@ -40,23 +41,23 @@ def load_of(family: Family, text: str, ladder: Ladder, attention: str = "auto") 
         ladder: its bucket is taken where it has just this size, with its attention backend.
         attention: the backend where it does not.
     Raises:
-        ValueError: the text is not of that form, or the family has no piece of so many patches.
+        OptionError: the text is not of that form, or the family has no piece of so many patches.
     """
     match = re.fullmatch(r"(\d+)x(\d+)", text.strip())
     if not match:
-        raise ValueError(f"{text!r} is no load: write pieces x patches of each, such as 4x1024")
+        raise OptionError(f"{text!r} is no load: write pieces x patches of each, such as 4x1024")
     count, patches = int(match[1]), int(match[2])
     tokens, left = divmod(patches, family.merge**2)
     smallest, largest = family.budget_range()
     if left or not smallest <= tokens <= largest:
-        raise ValueError(
+        raise OptionError(
             f"{text!r}: a piece of {family.name} has {smallest * family.merge**2} to {largest * family.merge**2} "
             f"patches here, a multiple of {family.merge**2}"
         )
     piece = family.example(complete(family, {"tokens": tokens, "segments": 1}))[0]
     if piece.rows != patches:
         near = f"{piece.rows} patches ({piece.grid[1]} x {piece.grid[2]})"
-        raise ValueError(f"{text!r}: no nearly square grid has {patches} patches; the next smaller has {near}")
+        raise OptionError(f"{text!r}: no nearly square grid has {patches} patches; the next smaller has {near}")
     pieces = repainted([piece] * count)
     total = total_of(pieces)
     for bucket in ladder:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -113,6 +113,8 @@ def from_budgets(
     Raises:
         LadderError: no budget, one that is no positive integer or below the smallest piece, or ``max_pieces`` above it.
     """
+    if isinstance(budgets, bytes) or not isinstance(budgets, Iterable):
+        raise LadderError(f"budgets is {budgets!r}; give a list of output tokens, or the path of a ladder file")
     given = sorted({whole(value, "budgets") for value in budgets})
     if not given:
         raise LadderError("budgets is empty: give at least one budget in output tokens, or None for the default ladder")
