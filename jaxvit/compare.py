@@ -199,7 +199,7 @@ def compare(encoder: Encoder, media: Any, *, per_layer: bool = False, bucketed: 
     if encoder.folder is None:
         raise CheckpointError("this encoder knows no checkpoint folder to load the reference from; use jaxvit.load")
     sequence = _media.as_sequence(media)
-    decoded = [_media.decode(medium, index, encoder.family.sample_frames) for index, medium in enumerate(sequence)]
+    decoded = [_media.decode(medium, index, encoder.family) for index, medium in enumerate(sequence)]
     items = [_unpruned(item) for item in encoder.prepare(decoded)]
     reference = _reference(encoder, "float32", "sdpa")
     pixels = [_pixel_gap(encoder, reference, medium, item) for medium, item in zip(decoded, items, strict=True)]

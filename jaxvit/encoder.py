@@ -148,7 +148,7 @@ class Encoder:
 
     def _prepare_one(self, index: int, medium: Any) -> Item | JaxvitError:
         try:
-            decoded = _media.decode(medium, index, self.family.sample_frames)
+            decoded = _media.decode(medium, index, self.family)
             if isinstance(decoded, Item):
                 _check_item(decoded, self.family)
                 return decoded

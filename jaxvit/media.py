@@ -33,7 +33,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,12 +41,9 @@ import numpy as np
 import PIL.Image
 
 from jaxvit.errors import DependencyError, MediaError
-from jaxvit.models.family import Item
+from jaxvit.models.family import Family, Item
 from jaxvit.models.pixels import uniform
 from jaxvit.pictures import Image, kind_of, picture
-
-Sampler = Callable[[int, float, float | None], Sequence[int]]
-"""(frames of the file, its frames a second, wanted frames a second or None) -> the frames to take."""
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -104,14 +101,15 @@ def as_iterable(media: Any) -> Iterable[Any]:
     return media
 
 
-def decode(medium: Any, index: int | None = None, sample: Sampler | None = None) -> np.ndarray | Video | Item:
+def decode(medium: Any, index: int | None = None, family: Family | None = None) -> np.ndarray | Video | Item:
     """One item of the user's input as RGB uint8 [height, width, 3]; a Video with such frames; an Item as it is.
 
     The array may be the caller's own memory: read it, do not keep it.
 
     Args:
         index: the item's place, for the error.
-        sample: how a video file is sampled; None takes ``uniform``.
+        family: says which frames of a video file are taken, and refuses videos, unread, where it takes none; without
+            one, files are sampled uniformly.
 
     Raises:
         MediaError: the item cannot be used. The message names its place, what it is and the remedy.
@@ -120,20 +118,22 @@ def decode(medium: Any, index: int | None = None, sample: Sampler | None = None)
     try:
         if isinstance(medium, Item):
             return medium
-        return _clip(medium, sample or uniform) if isinstance(medium, Video) else picture(medium)
+        return _clip(medium, family) if isinstance(medium, Video) else picture(medium)
     except MediaError as error:
         if index is None:
             raise
         raise error.at(index) from error.__cause__
 
 
-def _clip(video: Video, sample: Sampler) -> Video:
+def _clip(video: Video, family: Family | None) -> Video:
+    if family is not None and not family.takes_video:
+        raise family.no_video()
     what = "Video" if video.path is None else f"video {video.path!r}"
     fps = _rate(what, video.fps)
     if isinstance(video.prune, bool) or not isinstance(video.prune, (int, float)) or not 0 <= video.prune < 1:
         raise MediaError(f"{what}: prune is {video.prune!r}: give the share of tokens to drop, from 0 to less than 1")
     if video.path is not None:
-        return _sampled(video.path, fps, float(video.prune), what, sample)
+        return _sampled(video.path, fps, float(video.prune), what, family)
     if isinstance(video.frames, (str, bytes, os.PathLike)):
         raise MediaError(f"{what}: {video.frames!r} is no list of frames: a file goes in as jaxvit.Video.open(path)")
     try:
@@ -180,7 +180,7 @@ def _rate(what: str, fps: Any) -> float | None:
     return float(fps)
 
 
-def _sampled(path: str, fps: float | None, prune: float, what: str, sample: Sampler) -> Video:
+def _sampled(path: str, fps: float | None, prune: float, what: str, family: Family | None) -> Video:
     try:
         import av
     except ImportError as error:
@@ -198,7 +198,7 @@ def _sampled(path: str, fps: float | None, prune: float, what: str, sample: Samp
                 total = sum(1 for _ in container.decode(video=0))
         if not native or not total:
             raise MediaError(f"{what}: {total} frames at {native} a second: decode it and pass the frames")
-        wanted = set(sample(total, native, fps))
+        wanted = set((family.sample_frames if family else uniform)(total, native, fps))
         with av.open(path, "r") as container:
             for index, frame in enumerate(itertools.islice(container.decode(video=0), max(wanted) + 1)):
                 if index in wanted:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import struct
+import sys
 import threading
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import PIL.Image
@@ -16,8 +17,9 @@ import pytest
 from jaxvit import Image, Video
 from jaxvit.errors import JaxvitError, MediaError
 from jaxvit.media import as_sequence, decode
-from jaxvit.models.family import Item
+from jaxvit.models.family import Family, Item
 from jaxvit.models.pixels import uniform
+from tests.families import encoder
 
 RGB = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
 
@@ -580,18 +582,40 @@ def test_a_file_is_sampled_at_the_rate_that_is_asked_for(tmp_path: Path, fps: fl
     assert found.prune == 0.5
 
 
-def test_the_familys_sampler_chooses_the_frames(tmp_path: Path):
+def test_the_familys_sampler_chooses_the_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked: list[Any] = []
 
-    def sample(total: int, native: float, fps: float | None) -> list[int]:
+    def sample(family: Family, total: int, native: float, fps: float | None) -> list[int]:
         asked.append((total, native, fps))
         return [3, 1]
 
-    found = decode(Video.open(str(movie(tmp_path / "clip.mkv")), fps=5), sample=sample)
+    family = encoder("qwen2_5_vl").family
+    monkeypatch.setattr(type(family), "sample_frames", sample)
+    found = decode(Video.open(str(movie(tmp_path / "clip.mkv")), fps=5), family=family)
     assert isinstance(found, Video)
     assert asked == [(30, 10.0, 5)]
     assert [int(frame[0, 0, 0]) for frame in found.frames] == [8, 24]
     assert found.timestamps == (0.1, 0.3)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "return"])
+def test_a_family_without_video_opens_no_file_and_no_frame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: Literal["raise", "return"]
+):
+    monkeypatch.setitem(sys.modules, "av", None)  # what would read a file: importing it fails
+    media = [RGB, Video.open(tmp_path / "missing.mkv"), Video([tmp_path / "missing.jpg"])]
+    words = "lfm2_vl has no video input; pass the frames as images"
+    if on_error == "return":
+        good, *refused = encoder("lfm2_vl").prepare(media, on_error="return")
+        assert isinstance(good, Item)
+        assert [str(one) for one in refused] == [f"item 1: {words}", f"item 2: {words}"]
+    else:
+        with pytest.raises(MediaError, match="2 items cannot be encoded") as caught:
+            encoder("lfm2_vl").prepare(media)
+        assert {index: str(error) for index, error in caught.value.errors.items()} == {
+            1: f"item 1: {words}",
+            2: f"item 2: {words}",
+        }
 
 
 @pytest.mark.parametrize("fps", [0, -1, float("nan"), float("inf")])

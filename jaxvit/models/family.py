@@ -161,6 +161,8 @@ class Family(ABC):
     """Every prefix that marks a tensor of the vision tower or projector in a checkpoint."""
     segment_sets: ClassVar[tuple[str, ...]] = ("full",)
     """Names of the ways in which patches are cut into attention segments; Qwen2.5-VL adds "window"."""
+    takes_video: ClassVar[bool] = False
+    """Whether the family has :meth:`prepare_video`. Where it has not, no file of a video is opened."""
 
     config: Any
     """Frozen dataclass of the vision tower and projector."""
@@ -214,8 +216,12 @@ class Family(ABC):
         """One RGB picture, uint8 [h, w, 3], to an item. Raises MediaError for a size the family refuses."""
 
     def prepare_video(self, frames: Sequence[np.ndarray], fps: float | None, timestamps: Any, prune: float) -> Item:
-        """RGB frames, uint8 [h, w, 3], all of one size, to an item."""
-        raise MediaError(f"{self.name} has no video input; pass the frames as images")
+        """RGB frames, uint8 [h, w, 3], all of one size, to an item. Raises MediaError where there is no video input."""
+        raise self.no_video()
+
+    def no_video(self) -> MediaError:
+        """What a family without video answers to one."""
+        return MediaError(f"{self.name} has no video input; pass the frames as images")
 
     def sample_frames(self, total: int, native: float, fps: float | None) -> Sequence[int]:
         """Which of a file's ``total`` frames at ``native`` a second are taken, at ``fps`` (None: the default)."""

@@ -22,6 +22,7 @@ class KimiK25(Family):
     """See :class:`jaxvit.models.family.Family`."""
 
     name: ClassVar[str] = "kimi_k25"
+    takes_video: ClassVar[bool] = True
 
     config: Config
     settings: processing.Settings

@@ -23,6 +23,7 @@ class Qwen25VL(Family):
     """See :class:`jaxvit.models.family.Family`."""
 
     name: ClassVar[str] = "qwen2_5_vl"
+    takes_video: ClassVar[bool] = True
     segment_sets: ClassVar[tuple[str, ...]] = ("full", "window")
 
     config: Config
