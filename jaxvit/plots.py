@@ -6,6 +6,7 @@ Every function writes a file; matplotlib's global state is neither used nor chan
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import ceil, floor, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 160
+SHOWN = 48
+"""Pieces of a clip that are shown, evenly spaced over it, at most."""
 DECADES = 1e6
 """From one end of a scale of differences to the other, at most."""
 SUFFIXES = ".png", ".svg", ".pdf"
@@ -52,6 +55,8 @@ def need() -> None:
 
 def show(family: Family, item: Item, embeddings: np.ndarray, path: Path, *, title: str, random: bool = False) -> None:
     """The item's embeddings [tokens, hidden] as colours, beside what the tower sees of it.
+
+    A clip has two panels a piece (frame pair, chunk of frames) under the frames that it holds, in one set of colours.
 
     Args:
         random: the weights are drawn, so that the colours mean nothing; the picture says so.
@@ -71,13 +76,26 @@ def show(family: Family, item: Item, embeddings: np.ndarray, path: Path, *, titl
     warning = Words("random weights: the colours carry no meaning" if random else "", ALARM, 10)
     size = times(found[0].pixels.shape[1::-1])
     subtitle = f"{family.name}: {size} pixels, {item.tokens} tokens of {embeddings.shape[1]} values"
-    figure = sheet([Block(found, paint)], captions, (name, warning), subtitle, foot=0.62)
+    blocks = [Block(found, paint)]
+    if found[-1].frames and len(found) > 1:
+        places = sorted({round(place) for place in np.linspace(0, len(found) - 1, SHOWN)})
+        blocks = [Block([replace(found[place], name="picture")], paint, _frames(found[place])) for place in places]
+        subtitle += f", {found[-1].frames[1]} frames" + f", {SHOWN} of {len(found)} pieces" * (len(found) > SHOWN)
+    figure = sheet(blocks, captions, (name, warning), subtitle, foot=0.62)
     foot = figure.get_figheight()
     legend(figure, found, foot - 0.46)
     percent = ", ".join(f"{share:.0%}" for share in shares)
     explained = f"red, green, blue: first three principal components of the embeddings ({percent} of their variance)"
     line(figure, EDGE, foot - 0.24, Words(explained))
     figure.savefig(path, dpi=DPI)
+
+
+def _frames(view: View) -> tuple[Words, ...]:
+    """The heading of a piece of a clip."""
+    assert view.frames
+    first, last = view.frames
+    said = f"frame {first}" if first == last else f"frames {first} to {last}, the first is shown"
+    return Words(view.name, INK, 10, "bold"), Words(said)
 
 
 def differences(family: Family, items: Sequence[Item], report: Report, path: Path) -> None:

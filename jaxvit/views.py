@@ -25,6 +25,7 @@ class View:
         tile: tokens along the (rows, columns) of a tile; None for a picture in one piece.
         window: tokens along a side of an attention window, 0 where the family has none.
         side: pixels along a side of a token.
+        frames: of a clip, the first and the last frame of the piece, counted from 1; its first is the picture.
     """
 
     name: str
@@ -33,6 +34,7 @@ class View:
     tile: tuple[int, int] | None
     window: int
     side: int
+    frames: tuple[int, int] | None = None
 
 
 def views(family: Family, item: Item) -> list[View]:
@@ -56,10 +58,18 @@ def views(family: Family, item: Item) -> list[View]:
         frame, places = (_side_by_side(each[:tiles], columns) for each in (pixels, tokens))
         found.append(View("picture", frame, places, tokens[0].shape, window, side))
         pixels, tokens = pixels[tiles:], tokens[tiles:]
+    ends = np.cumsum([frames_of(family, piece) for piece in item.pieces])
     for index, (frame, places) in enumerate(zip(pixels, tokens, strict=True)):
         name = "thumbnail" if tiles > 1 else "picture" if len(pixels) == 1 else f"{index + 1} of {len(pixels)}"
-        found.append(View(name, frame, places, None, window, side))
+        first = int(ends[index - 1]) + 1 if index else 1
+        frames = (first, int(ends[index])) if tiles == 1 and ends[-1] > 1 else None
+        found.append(View(name, frame, places, None, window, side, frames))
     return found
+
+
+def frames_of(family: Family, piece: Piece) -> int:
+    """Frames that a piece holds, 1 for a still; the last frame of an odd clip in pairs stands there twice."""
+    return piece.grid[0] * piece.patches.shape[1] // len(family.channels)
 
 
 def first_frame(family: Family, piece: Piece) -> np.ndarray:

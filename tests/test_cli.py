@@ -22,6 +22,9 @@ import jaxvit
 from jaxvit import cli, tiny
 from jaxvit import demo as demonstration
 from jaxvit.metrics import Metrics
+from jaxvit.views import views
+from tests.families import picture
+from tests.test_media import movie
 
 
 @dataclass(frozen=True)
@@ -249,6 +252,36 @@ def test_show_draws_a_picture(run: Run, model: Path, photos: dict[str, Path], tm
     assert run("show", model, photos["chelsea"], "-o", tmp_path / "map.png", *SMALL) == Outcome(0, "", "")
     with Image.open(tmp_path / "map.png") as drawn:
         assert drawn.width > 1000
+
+
+@pytest.mark.parametrize("given", ["frames", "frames/*.png"])
+def test_show_takes_the_frames_of_a_clip(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    from jaxvit import plots
+
+    shown: list[tuple[int, int] | None] = []
+    monkeypatch.setattr(
+        plots, "show", lambda family, item, *_, **__: shown.extend(view.frames for view in views(family, item))
+    )
+    (tmp_path / "frames").mkdir()
+    for number in range(3):
+        Image.fromarray(picture(56, 84, number)).save(tmp_path / "frames" / f"{number}.png")
+    assert run("show", model, tmp_path / given, "-o", tmp_path / "map.png", *SMALL) == Outcome(0, "", "")
+    assert shown == [(1, 2), (3, 4)]
+
+
+def test_show_takes_a_video_file_and_names_a_family_that_does_not(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = movie(tmp_path / "clip.mkv", frames=20, rate=10, size=(56, 84))
+    assert run("show", model, path, "-o", tmp_path / "map.png", "--fps", 2, *SMALL) == Outcome(0, "", "")
+    with Image.open(tmp_path / "map.png") as drawn:
+        assert drawn.width > 1000
+    outcome = run("show", tiny.tiny_checkpoint("lfm2_5_vl"), path, "-o", tmp_path / "none.png")
+    assert outcome.code == 2
+    assert outcome.err == "error: item 0: lfm2_vl has no video input; pass the frames as images\n"
+    assert not (tmp_path / "none.png").exists()
 
 
 @pytest.mark.parametrize("command", [("show", "{photo}", "-o"), ("compare", "{photo}", "--picture")])

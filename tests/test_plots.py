@@ -129,6 +129,37 @@ def test_a_thumbnail_stands_beside_the_tiles(lfm2: Family, painted: list[np.ndar
     assert "tile, 512 \u00d7 512 pixels" in said
 
 
+def test_a_clip_has_two_panels_a_piece_under_its_frames(
+    qwen: Family, painted: list[np.ndarray], tmp_path: Path
+) -> None:
+    item = qwen.prepare_video([picture(84, 112, seed) for seed in range(5)], 2.0, None, 0.0)
+    array = embeddings(item)
+    plots.show(qwen, item, array, tmp_path / "clip.svg", title="clip.mp4")
+    found = views(qwen, item)
+    tint = plots.colours(plots.components(array)[0])  # one set of colours for the clip
+    for view, seen, tinted in zip(found, painted[::2], painted[1::2], strict=True):
+        np.testing.assert_array_equal(seen, view.pixels)
+        gray = view.pixels.mean(-1, keepdims=True) / 255
+        place = np.s_[28:56, 84:112]
+        np.testing.assert_allclose(tinted[place], 0.82 * tint[view.tokens[1, 3]] + 0.18 * gray[place], atol=1e-12)
+    said = words(tmp_path / "clip.svg")
+    assert {"1 of 3", "frames 1 to 2, the first is shown", "3 of 3"} <= set(said)
+    assert said.count("what the tower sees") == 3
+    assert any(text.endswith("6 frames") for text in said)  # the last one twice
+
+
+def test_of_a_long_clip_pieces_are_shown_that_lie_evenly_over_it(
+    qwen: Family, painted: list[np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plots, "SHOWN", 3)
+    item = qwen.prepare_video([picture(56, 56, seed) for seed in range(18)], None, None, 0.0)
+    plots.show(qwen, item, embeddings(item), tmp_path / "clip.svg", title="clip.mp4")
+    assert len(painted) == 6
+    said = words(tmp_path / "clip.svg")
+    assert {"1 of 9", "5 of 9", "9 of 9"} <= set(said)
+    assert any(text.endswith("18 frames, 3 of 9 pieces") for text in said)
+
+
 class Axes:
     """Notes the lines that are drawn: (axis, place, width)."""
 

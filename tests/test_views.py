@@ -26,7 +26,7 @@ def test_a_picture_that_needs_no_resize_comes_back_bit_for_bit(name: str) -> Non
     original = np.random.default_rng(0).integers(0, 256, (side // 2, side, 3), dtype=np.uint8)
     (view,) = views.views(family(name), family(name).prepare(original))
     np.testing.assert_array_equal(view.pixels, original)
-    assert view.name == "picture"
+    assert (view.name, view.frames) == ("picture", None)
     assert tuple(view.side * length for length in view.tokens.shape) == original.shape[:2]
 
 
@@ -49,6 +49,7 @@ def test_tiles_stand_side_by_side_and_the_thumbnail_apart() -> None:
     np.testing.assert_array_equal(whole.pixels, planes.transpose(1, 2, 0))
     assert whole.tile == (16, 16)
     assert (whole.name, thumbnail.name, thumbnail.tile) == ("picture", "thumbnail", None)
+    assert (whole.frames, thumbnail.frames) == (None, None)
     assert list(whole.tokens[0, 14:18]) == [14, 15, 256, 257]
     assert whole.tokens[16, 0] == 3 * 256
     assert thumbnail.tokens[0, 0] == 6 * 256
@@ -67,6 +68,7 @@ def test_a_clip_has_a_view_a_piece_of_its_first_frame(name: str) -> None:
     one = family(name)
     found = views.views(one, one.prepare_video(clip, None, None, 0.0))
     step = 2 if name == "qwen2_5_vl" else 4
+    assert [view.frames for view in found] == [(first, min(first + step - 1, 6)) for first in range(1, 7, step)]
     assert [view.name for view in found] == [f"{n + 1} of {len(found)}" for n in range(len(found))]
     settings = one.settings.video
     for index, view in enumerate(found):

@@ -85,6 +85,8 @@ def settings_of(pairs: list[str] | None) -> dict[str, Any]:
     return settings
 
 
+VIDEOS = {".mp4", ".mkv", ".mov", ".avi", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".ogv"}
+"""Of files that go in as ``jaxvit.Video.open(path)``."""
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
 
 
@@ -107,6 +109,20 @@ def pictures(paths: list[Path]) -> list[Path]:
             raise typer.BadParameter(empty)
         found += inside
     return found
+
+
+def picture_or_clip(path: Path, fps: float | None = None) -> Any:
+    """A picture as its path; a clip of a video file, or of the pictures of a folder, pattern or list, in their order.
+
+    Args:
+        fps: of a video file, frames a second to take; of pictures, what they were taken at.
+    """
+    from jaxvit import Video
+
+    if path.suffix.lower() in VIDEOS and not path.is_dir():
+        return Video.open(path, fps=fps)
+    found = pictures([path])
+    return path if found == [path] else Video(found, fps=fps)
 
 
 def _shown(path: Path, folder: Path) -> bool:
