@@ -1,11 +1,12 @@
-"""The pictures of the guides, made by ``python -m jaxvit.guides`` (extra ``plots``).
+"""The pictures and tables of the guides, made by ``python -m jaxvit.guides`` (extra ``plots``).
 
-Each file carries the data that it was drawn from; the tests hold that data, not the pixels, against the code.
+Each picture carries the data that it was drawn from; the tests hold that data, not the pixels, against the code.
 """
 
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -165,6 +166,70 @@ def draw_map(path: Path) -> None:
     plots.show(encoder.family, item, embeddings, path, title=MAP["photo"], random=True)
 
 
+# Tuned ladders
+
+MARKS = "<!-- made by python -m jaxvit.guides -->", "<!-- until here -->"
+"""In buckets/README.md, around what is made from the tuned ladders of that folder."""
+COLUMNS = {
+    "compile_seconds": ("compile, s", lambda value: f"{value:.1f}"),
+    "stored_bytes": ("in the store, MB", lambda value: f"{value / 1e6:.1f}"),
+    "few_large_ms": ("few large, ms", lambda value: f"{value:.3f}"),
+    "many_small_ms": ("many small, ms", lambda value: f"{value:.3f}"),
+    "share_of_floor": ("share of the floor", lambda value: f"{value:.2f}"),
+}
+"""Column of a ladder's record (``jaxvit/bench/record.py``) -> its head and how a value is written."""
+
+
+def tuned_tables() -> str:
+    """A section with a table for every tuned ladder that ships, from the files alone; empty where there is none."""
+    folder = paths.data("buckets")
+    tables = [_tuned_table(path, path.relative_to(folder).as_posix()) for path in sorted(folder.glob("*/*.toml"))]
+    if not tables:
+        return ""
+    head = (
+        "## Tuned ladders that ship\n\n"
+        "Each is taken by `budgets=None` where family, sizes and device are those of the file. Few large, many small:\n"
+        "a call of the full bucket, back to back, by the size of its pieces; the floor's share is that of few large ones.\n"
+    )
+    return "\n".join([head, *tables])
+
+
+def _tuned_table(path: Path, name: str) -> str:
+    content = tomllib.loads(path.read_text(encoding="utf-8"))
+    match, record, buckets = content.get("match", {}), content.get("record", {}), content["bucket"]
+    columns = {key: said for key, said in COLUMNS.items() if len(record.get(key, ())) == len(buckets)}
+    facts = [f"{key} {record[key]}" for key in ("dtype", "jax", "driver") if key in record]
+    sizes = ", ".join(f"{key} {value}" for key, value in match.get("sizes", {}).items())
+    heads = ["tokens", "patches", "attention", *(head for head, _ in columns.values())]
+    lines = [
+        f"### `{name}`",
+        f"{match.get('family')} on {', '.join([str(match.get('device')), *facts])}; {sizes}.",
+        "",
+        f"| {' | '.join(heads)} |",
+        "|" + "---|" * len(heads),
+    ]
+    for index, bucket in enumerate(buckets):
+        cells = [f"{bucket['tokens']:,}", f"{bucket['patches']:,}" if "patches" in bucket else "-"]
+        cells += [bucket.get("attention", "auto"), *(write(record[key][index]) for key, (_, write) in columns.items())]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def marked(text: str) -> tuple[str, str, str]:
+    """A guide cut at its marks: before, between, after; the marks belong to the outer parts."""
+    before, mark, rest = text.partition(MARKS[0] + "\n")
+    between, end, after = rest.partition(MARKS[1])
+    if not mark or not end:
+        raise ValueError(f"the guide lacks the lines {' and '.join(MARKS)}")
+    return before + mark, between, end + after
+
+
+def write_tables(path: Path) -> None:
+    """Puts the tables of the tuned ladders into buckets/README.md."""
+    before, _, after = marked(path.read_text(encoding="utf-8"))
+    path.write_text(before + tuned_tables() + after, encoding="utf-8")
+
+
 # Files
 
 PICTURES = {
@@ -200,3 +265,5 @@ if __name__ == "__main__":
     for name in PICTURES:
         write(name, place(name))
         print(place(name))
+    write_tables(place("buckets/README.md"))
+    print(place("buckets/README.md"))

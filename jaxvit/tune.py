@@ -23,6 +23,7 @@ from jaxvit import paths
 from jaxvit.bench.alone import Alone
 from jaxvit.bench.clock import timed
 from jaxvit.bench.loads import repainted, split
+from jaxvit.bench.record import columns_of
 from jaxvit.bench.report import environment
 from jaxvit.buckets import ladder as _ladder
 from jaxvit.encoder import Encoder
@@ -79,7 +80,7 @@ class Tuned:
         ladder: the buckets worth having, with measured costs.
         measured: all that were measured, ascending.
         match: for which family, device and sizes the ladder is.
-        record: on what it was measured.
+        record: on what it was measured, and the columns of ``bench/record.py``.
     """
 
     ladder: _ladder.Ladder
@@ -162,7 +163,7 @@ def tune(
                 log.warning("tune: the bucket of %d tokens", one.bucket.tokens, exc_info=True)
                 one.dropped = f"{type(error).__name__}: {error}"[:200]
     drop_equals(measured)
-    kept = tuple(one.bucket for one in measured if one.dropped is None)
+    kept = [one for one in measured if one.dropped is None]
     if not kept:
         raise CapacityError(f"no bucket of {candidates.source} runs on {device.device_kind}: {measured[0].dropped}")
     sizes = {name: getattr(family.config, name) for name in SIZES if hasattr(family.config, name)}
@@ -171,8 +172,9 @@ def tune(
     record = {name: facts["packages"][name] for name in packages if name in facts["packages"]}
     record |= {"driver": facts["driver"]} if facts["driver"] else {}
     record |= {"dtype": encoder.dtype, "candidates": candidates.source}
+    record |= columns_of(encoder, [(one.bucket, one.points) for one in kept], floor=not late(1.0))
     match = {"family": family.name, "device": device.device_kind, "sizes": sizes}
-    return Tuned(_ladder.Ladder(kept, "tuned", candidates.rule), measured, match, record)
+    return Tuned(_ladder.Ladder(tuple(one.bucket for one in kept), "tuned", candidates.rule), measured, match, record)
 
 
 def default_path(model: str, device_kind: str) -> Path:

@@ -32,6 +32,11 @@ def test_a_picture_is_drawn_with_its_data(tmp_path: Path) -> None:
         assert ours.size == shipped.size
 
 
+def test_the_tables_of_the_tuned_ladders_are_those_of_the_files() -> None:
+    _, between, _ = guides.marked(guides.place("buckets/README.md").read_text(encoding="utf-8"))
+    assert between == guides.tuned_tables(), "write them again: python -m jaxvit.guides"
+
+
 def test_the_call_of_the_picture_fits_its_bucket() -> None:
     data = guides.ladders_data()
     call = data["call"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import jaxvit
-from jaxvit import cli, paths, tune
+from jaxvit import cli, guides, paths, tune
 from jaxvit.bench import clock
 from jaxvit.buckets import ladder
 from jaxvit.buckets.ladder import from_budgets, from_file
@@ -104,6 +105,59 @@ def test_the_ladder_is_written_found_again_and_planned_with(
     assert all(chosen.constant(bucket) == bucket.constant for bucket in chosen)
     assert ladder.find(known.family, "another chip") is None
     assert f'jax = "{found.record["jax"]}"' in path.read_text()
+    loaded = jaxvit.load(known.folder, dtype="float32", store=False)  # nothing named: the device's own
+    assert loaded.ladder.source == str(path)
+    assert loaded.ladder.buckets == found.ladder.buckets
+    named = jaxvit.load(known.folder, dtype="float32", store=False, budgets=[64])
+    assert named.ladder.source == "budgets [64]"
+    other = path.read_text().replace("sizes = { ", "sizes = { patch_size = 99, ", 1).replace(", patch_size = 14", "")
+    path.write_text(other)
+    assert "default" in jaxvit.load(known.folder, dtype="float32", store=False).ladder.source
+
+
+def test_what_a_bucket_took_is_recorded_and_makes_the_guides_table(
+    tuned: tuple[jaxvit.Encoder, tune.Tuned], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, found = tuned
+    monkeypatch.setattr(paths, "data", lambda name: tmp_path / name)
+    assert guides.tuned_tables() == ""
+    path = tmp_path / "buckets" / "chip" / "tower.toml"
+    found.write(path)
+    record = tomllib.loads(path.read_text())["record"]
+    kept = [one for one in found.measured if one.dropped is None]
+    assert record["few_large_ms"] == [round(one.points[0][1], 4) for one in kept]
+    assert record["many_small_ms"] == [round(one.points[-1][1], 4) for one in kept]
+    for name in ("compile_seconds", "share_of_floor", "temporary_bytes"):
+        assert len(record[name]) == len(kept)
+        assert all(value > 0 for value in record[name])
+    assert "stored_bytes" not in record  # there is no store
+    section = guides.tuned_tables()
+    assert section.startswith("## Tuned ladders that ship\n")
+    assert f"### `chip/tower.toml`\n{known.family.name} on {found.match['device']}, dtype float32" in section
+    assert (
+        "| tokens | patches | attention | compile, s | few large, ms | many small, ms | share of the floor |" in section
+    )
+    bucket = kept[0].bucket
+    cells = [f"{bucket.tokens}", f"{bucket.patches}", bucket.attention, f"{record['compile_seconds'][0]:.1f}"]
+    assert f"| {' | '.join(cells)} | {kept[0].points[0][1]:.3f} | " in section
+    guide = tmp_path / "README.md"
+    guide.write_text(f"before\n{guides.MARKS[0]}\nstale\n{guides.MARKS[1]}\nafter\n")
+    guides.write_tables(guide)
+    assert guide.read_text() == f"before\n{guides.MARKS[0]}\n{section}{guides.MARKS[1]}\nafter\n"
+    guides.write_tables(guide)
+    assert guides.marked(guide.read_text())[1] == section
+    with pytest.raises(ValueError, match="lacks the lines"):
+        guides.marked("no marks")
+
+
+def test_a_ladder_of_before_has_a_table_without_the_columns_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "data", lambda name: tmp_path / name)
+    path = tmp_path / "buckets" / "chip" / "tower.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text('[match]\nfamily = "lfm2_vl"\ndevice = "chip"\n[[bucket]]\ntokens = 64\n')
+    assert "| tokens | patches | attention |\n|---|---|---|\n| 64 | - | auto |\n" in guides.tuned_tables()
 
 
 def test_the_table_has_a_row_for_every_bucket_measured(tuned: tuple[jaxvit.Encoder, tune.Tuned]) -> None:
@@ -206,3 +260,4 @@ def test_the_command_writes_a_ladder_that_load_takes(
     assert "dense, ms" in capsys.readouterr().out
     loaded = jaxvit.load(checkpoint("lfm2_5_vl"), dtype="float32", budgets=path, store=False)
     assert loaded.ladder.buckets[0].constant is not None
+    assert tomllib.loads(path.read_text())["record"]["stored_bytes"][0] > 10_000  # the command has a store
