@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -16,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxvit.buckets.launch import launcher
+from jaxvit.buckets import parts
+from jaxvit.buckets.launch import Part, own_settings
 from jaxvit.errors import CapacityError
 from jaxvit.layers import attention, swiglu
 from jaxvit.layers.fuse import Weights, bind, parameter_shapes
@@ -58,6 +58,11 @@ class Program:
     @cached_property
     def weights(self) -> Weights:
         return weights_of(self.family, self.module, self.platform, self.dtype)
+
+    @cached_property
+    def cut(self) -> str | None:
+        """The intermediate behind which the program is cut in two parts, None where it stays whole."""
+        return parts.place(self.platform, self.bucket.patches, len(self.module.blocks))  # pyright: ignore
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -106,16 +111,32 @@ class Program:
         return out, jnp.isfinite(out).all(-1)
 
     def lower(self, device: jax.Device, probe: Probe = no_probe) -> jax.stages.Lowered:
-        """Lowered under settings of its own: the process's are neither used nor changed."""
-        place = jax.sharding.SingleDeviceSharding(device)
-        avals = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=place) for buffer in self.buffers]
-        weights = self.weights.avals(np.dtype(jnp.dtype(self.dtype)), place)
+        """The whole program, lowered under settings of its own: the process's are neither used nor changed."""
 
         def bucket(weights: Sequence[Any], *arrays: Any) -> tuple[Any, Any]:
             return self.apply(weights, *arrays, probe=probe)
 
+        weights, buffers = self.avals(device)
         with own_settings():
-            return jax.jit(bucket).lower(weights, *avals)
+            return jax.jit(bucket).lower(weights, *buffers)
+
+    def lower_parts(self, device: jax.Device) -> list[jax.stages.Lowered]:
+        """What is compiled: the program, whole or cut. Each part takes all arguments, and what the one before gave."""
+        if self.cut is None:
+            return [self.lower(device)]
+        first, second = parts.split(self.apply, self.cut)
+        weights, buffers = self.avals(device)
+        place = jax.sharding.SingleDeviceSharding(device)
+        with own_settings():
+            start = jax.jit(first).lower(weights, *buffers)
+            carried = [jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=place) for out in start.out_info]
+            return [start, jax.jit(second).lower(weights, *buffers, *carried)]
+
+    def avals(self, device: jax.Device) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
+        """Shapes and dtypes of the weights, and of the buffers."""
+        place = jax.sharding.SingleDeviceSharding(device)
+        buffers = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=place) for buffer in self.buffers]
+        return self.weights.avals(np.dtype(jnp.dtype(self.dtype)), place), buffers
 
     def intermediates(self, device: jax.Device, weights: Sequence[jax.Array], piece: Piece) -> dict[str, np.ndarray]:
         """Runs one piece and hands out every named intermediate: float32 [rows, features]."""
@@ -163,42 +184,22 @@ def pad(buffer: Buffer, rows: Rows | None) -> np.ndarray | None:
     return out
 
 
-@contextmanager
-def own_settings() -> Iterator[None]:
-    """Settings of this package's own programs. Those of the process are neither used nor changed.
-
-    Non-finite results are found by the program itself and reported by item, so JAX's own check must not stop a call.
-    """
-    with ExitStack() as stack:
-        if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-            stack.enter_context(jax.enable_x64(False))
-        if jax.config.jax_debug_nans or jax.config.jax_debug_infs:  # pyright: ignore[reportAttributeAccessIssue]
-            stack.enter_context(jax.debug_nans(False))
-            stack.enter_context(jax.debug_infs(False))
-        if jax.config.jax_numpy_rank_promotion != "allow":  # pyright: ignore[reportAttributeAccessIssue]
-            stack.enter_context(jax.numpy_rank_promotion("allow"))
-        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-            stack.enter_context(jax.disable_jit(False))
-        yield
-
-
 class Executable:
     """A compiled bucket on one device.
 
     Attributes:
         program: what it computes.
+        parts: what runs, one behind the other.
         seconds: time to compile or load.
         source: "compiled" or "store".
     """
 
-    def __init__(self, program: Program, compiled: Any, device: jax.Device, seconds: float, source: str):
+    def __init__(self, program: Program, compiled: Sequence[Any], device: jax.Device, seconds: float, source: str):
         self.program = program
+        self.parts = tuple(Part(one) for one in compiled)
         self.device = device
         self.seconds = seconds
         self.source = source
-        self.compiled = compiled
-        self._launch = launcher(compiled)
-        self._launched = False  # it worked once
         absent = [np.zeros(buffer.shape, buffer.dtype) for buffer in program.buffers if buffer.optional]
         names = [buffer.name for buffer in program.buffers if buffer.optional]
         self._absent = dict(zip(names, jax.device_put(absent, device), strict=True))
@@ -224,28 +225,28 @@ class Executable:
 
     def run(self, weights: Sequence[jax.Array], placed: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Runs one call on arrays that are on the device."""
-        if self._launch is not None:
-            try:
-                embeddings, finite = self._launch([*weights, *placed])
-                self._launched = True
-                return embeddings, finite
-            except Exception:
-                if self._launched:
-                    raise
-                self._launch = None  # it never worked: JAX's own call works, or says what is wrong
-        with own_settings():
-            return self.compiled(weights, *placed)
+        carried: Sequence[jax.Array] = ()
+        for part in self.parts:
+            carried = part(weights, [*placed, *carried])
+        embeddings, finite = carried
+        return embeddings, finite
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights, inputs, temporaries, outputs and code, from the executable's own analysis."""
-        analysis = self.compiled.memory_analysis()
-        inputs = sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in self.program.buffers)
+
+        def size(arrays: Sequence[Any]) -> int:
+            return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+
+        *before, last = [part.compiled.memory_analysis() for part in self.parts]
+        weights, inputs = self.program.avals(self.device)
+        # What goes from part to part is a temporary of the whole; the parts' own are in use one after the other.
+        carried = sum(one.output_size_in_bytes for one in before)
         return {
-            "weights": analysis.argument_size_in_bytes - inputs,
-            "inputs": inputs,
-            "temporaries": analysis.temp_size_in_bytes,
-            "outputs": analysis.output_size_in_bytes,
-            "code": analysis.generated_code_size_in_bytes,
+            "weights": size(weights),
+            "inputs": size(inputs),
+            "temporaries": carried + max(one.temp_size_in_bytes for one in (*before, last)),
+            "outputs": last.output_size_in_bytes,
+            "code": sum(one.generated_code_size_in_bytes for one in (*before, last)),
         }
 
 
@@ -261,6 +262,6 @@ def compile_program(program: Program, device: jax.Device) -> Executable:
     """Compiles for one device. Tracing, which holds Python's lock anyway, goes one by one, compiling in parallel."""
     start = time.perf_counter()
     with _lowering:
-        lowered = program.lower(device)
-    compiled = lowered.compile(compiler_options=compiler_options(program))
+        lowered = program.lower_parts(device)
+    compiled = [one.compile(compiler_options=compiler_options(program)) for one in lowered]
     return Executable(program, compiled, device, time.perf_counter() - start, "compiled")

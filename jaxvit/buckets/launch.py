@@ -7,7 +7,8 @@ their number and sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
@@ -36,3 +37,48 @@ def launcher(compiled: Any) -> Launch | None:
         return [shards[0] for shards in results.disassemble_into_single_device_arrays()]
 
     return launch
+
+
+class Part:
+    """A compiled program, launched the short way where this JAX offers it.
+
+    Args:
+        compiled: ``jax.stages.Compiled``; takes the list of weights, then arrays.
+    """
+
+    def __init__(self, compiled: Any):
+        self.compiled = compiled
+        self._launch = launcher(compiled)
+        self._launched = False  # it worked once
+
+    def __call__(self, weights: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        if self._launch is not None:
+            try:
+                results = self._launch([*weights, *arrays])
+                self._launched = True
+                return results
+            except Exception:
+                if self._launched:
+                    raise
+                self._launch = None  # it never worked: JAX's own call works, or says what is wrong
+        with own_settings():
+            return self.compiled(weights, *arrays)
+
+
+@contextmanager
+def own_settings() -> Iterator[None]:
+    """Settings of this package's own programs. Those of the process are neither used nor changed.
+
+    Non-finite results are found by the program itself and reported by item, so JAX's own check must not stop a call.
+    """
+    with ExitStack() as stack:
+        if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+            stack.enter_context(jax.enable_x64(False))
+        if jax.config.jax_debug_nans or jax.config.jax_debug_infs:  # pyright: ignore[reportAttributeAccessIssue]
+            stack.enter_context(jax.debug_nans(False))
+            stack.enter_context(jax.debug_infs(False))
+        if jax.config.jax_numpy_rank_promotion != "allow":  # pyright: ignore[reportAttributeAccessIssue]
+            stack.enter_context(jax.numpy_rank_promotion("allow"))
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            stack.enter_context(jax.disable_jit(False))
+        yield
