@@ -8,13 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from jaxvit.errors import MediaError
 from jaxvit.layers.fuse import Pairing, Widening
-from jaxvit.models.pixels import uniform
 
 Grid = tuple[int, int, int]
 """(t, h, w): frames (or frame pairs), rows and columns, in patches."""
@@ -162,7 +162,10 @@ class Family(ABC):
     segment_sets: ClassVar[tuple[str, ...]] = ("full",)
     """Names of the ways in which patches are cut into attention segments; Qwen2.5-VL adds "window"."""
     takes_video: ClassVar[bool] = False
-    """Whether the family has :meth:`prepare_video`. Where it has not, no file of a video is opened."""
+    """Where it is False, no file of a video is opened; else ``processing`` has ``prepare_video``, ``settings``
+    ``sample_frames``."""
+    processing: ClassVar[ModuleType]
+    """The family's module of that name: ``prepare``, ``items``."""
 
     config: Any
     """Frozen dataclass of the vision tower and projector."""
@@ -211,13 +214,15 @@ class Family(ABC):
         tokens = self.budget_range()[1]
         return Demand(tokens * self.merge**2, tokens, 1, 0)
 
-    @abstractmethod
     def prepare(self, picture: np.ndarray) -> Item:
         """One RGB picture, uint8 [h, w, 3], to an item. Raises MediaError for a size the family refuses."""
+        return self.processing.prepare(picture, self.settings)
 
     def prepare_video(self, frames: Sequence[np.ndarray], fps: float | None, timestamps: Any, prune: float) -> Item:
         """RGB frames, uint8 [h, w, 3], all of one size, to an item. Raises MediaError where there is no video input."""
-        raise self.no_video()
+        if not self.takes_video:
+            raise self.no_video()
+        return self.processing.prepare_video(frames, self.settings, fps, timestamps, prune)
 
     def no_video(self) -> MediaError:
         """What a family without video answers to one."""
@@ -225,11 +230,11 @@ class Family(ABC):
 
     def sample_frames(self, total: int, native: float, fps: float | None) -> Sequence[int]:
         """Which of a file's ``total`` frames at ``native`` a second are taken, at ``fps`` (None: the default)."""
-        return uniform(total, native, fps)
+        return self.settings.sample_frames(total, native, fps)
 
-    @abstractmethod
     def items(self, inputs: Mapping[str, Any], pieces_per_item: Sequence[int] | None = None) -> list[Item]:
         """Items from the output of the family's Hugging Face processor."""
+        return self.processing.items(inputs, self.settings, pieces_per_item)
 
     @abstractmethod
     def buffers(self, bucket: Bucket, pixels: Literal["uint8", "float32"]) -> tuple[Buffer, ...]:
@@ -247,9 +252,16 @@ class Family(ABC):
         """Patches that no segment of a set exceeds, None where there is no such bound."""
         return None
 
-    @abstractmethod
     def example(self, bucket: Bucket) -> list[Piece]:
         """Legal pieces with random pixels that fill the bucket, for warm-up, tuning and benchmarks."""
+        generator = np.random.default_rng(0)
+        smallest, largest = self.budget_range()
+        shapes = rectangles(bucket.tokens, smallest, largest, side=largest)[: bucket.segments]
+        return [self.random_piece(1, rows * self.merge, columns * self.merge, generator) for rows, columns in shapes]
+
+    @abstractmethod
+    def random_piece(self, frames: int, height: int, width: int, generator: np.random.Generator) -> Piece:
+        """A piece of (frames, height, width) patches, its pixels random; of one frame where pieces have no more."""
 
     @abstractmethod
     def module(self) -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from jaxvit.errors import CheckpointError
 from jaxvit.layers.fuse import Widening, head_halves, mlp_width
-from jaxvit.models.family import Bucket, Buffer, Demand, Family, Grid, Item, Piece, Rows, rectangles
+from jaxvit.models.family import Bucket, Buffer, Demand, Family, Piece, Rows, rectangles
 from jaxvit.models.kimi_k25 import keys, layout, processing
 from jaxvit.models.kimi_k25.config import Config
 from jaxvit.models.kimi_k25.module import VisionTower
@@ -23,6 +24,7 @@ class KimiK25(Family):
 
     name: ClassVar[str] = "kimi_k25"
     takes_video: ClassVar[bool] = True
+    processing: ClassVar[ModuleType] = processing
 
     config: Config
     settings: processing.Settings
@@ -59,18 +61,6 @@ class KimiK25(Family):
         """A chunk of t frames has t times the patches of an image of as many tokens."""
         return Demand(self.settings.largest_patches(), self.budget_range()[1], 1, 0)
 
-    def prepare(self, picture: np.ndarray) -> Item:
-        return processing.prepare(picture, self.settings)
-
-    def prepare_video(self, frames: Sequence[np.ndarray], fps: float | None, timestamps: Any, prune: float) -> Item:
-        return processing.prepare_video(frames, self.settings, fps, timestamps, prune)
-
-    def sample_frames(self, total: int, native: float, fps: float | None) -> list[int]:
-        return self.settings.sample_frames(total, native, fps)
-
-    def items(self, inputs: Mapping[str, Any], pieces_per_item: Sequence[int] | None = None) -> list[Item]:
-        return processing.items(inputs, self.settings, pieces_per_item)
-
     def buffers(self, bucket: Bucket, pixels: Literal["uint8", "float32"]) -> tuple[Buffer, ...]:
         return layout.buffers(self.config, bucket, pixels)
 
@@ -93,7 +83,7 @@ class KimiK25(Family):
             fits = (t for t in self.settings.chunks if area <= self._most_tokens(t) and (t - 1) * area <= spare)
             frames = max(fits, default=1)
             spare -= (frames - 1) * area
-            pieces.append(self._example((frames, rows * self.merge, columns * self.merge), generator))
+            pieces.append(self.random_piece(frames, rows * self.merge, columns * self.merge, generator))
         return pieces
 
     def _most_tokens(self, frames: int) -> int:
@@ -101,10 +91,9 @@ class KimiK25(Family):
         limits = self.settings.chunk_limits(frames)
         return processing.most_tokens(limits, self.config.patch_size, self.merge)
 
-    def _example(self, grid: Grid, generator: np.random.Generator) -> Piece:
-        frames, height, width = grid
+    def random_piece(self, frames: int, height: int, width: int, generator: np.random.Generator) -> Piece:
         patches = generator.integers(0, 256, (frames * height * width, self.config.patch_values), dtype=np.uint8)
-        return Piece(grid, patches, height * width // self.config.cell)
+        return Piece((frames, height, width), patches, height * width // self.config.cell)
 
     def widenings(self) -> tuple[Widening, ...]:
         block, config = r"blocks\.\d+", self.config

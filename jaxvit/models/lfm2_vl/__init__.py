@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from jaxvit.layers.fuse import Widening, head_halves, mlp_width
-from jaxvit.models.family import Bucket, Buffer, Family, Item, Piece, Rows, rectangles
+from jaxvit.models.family import Bucket, Buffer, Family, Piece, Rows
 from jaxvit.models.lfm2_vl import keys, layout, processing
 from jaxvit.models.lfm2_vl.config import Config
 from jaxvit.models.lfm2_vl.module import VisionTower
@@ -21,6 +22,7 @@ class Lfm2VL(Family):
     """See :class:`jaxvit.models.family.Family`."""
 
     name: ClassVar[str] = "lfm2_vl"
+    processing: ClassVar[ModuleType] = processing
 
     config: Config
     settings: processing.Settings
@@ -41,12 +43,6 @@ class Lfm2VL(Family):
     def keys(self) -> KeyTable:
         return keys.table(self.config)
 
-    def prepare(self, picture: np.ndarray) -> Item:
-        return processing.prepare(picture, self.settings)
-
-    def items(self, inputs: Mapping[str, Any], pieces_per_item: Sequence[int] | None = None) -> list[Item]:
-        return processing.items(inputs, self.settings, pieces_per_item)
-
     def buffers(self, bucket: Bucket, pixels: Literal["uint8", "float32"]) -> tuple[Buffer, ...]:
         return layout.buffers(self.config, bucket, pixels)
 
@@ -56,13 +52,7 @@ class Lfm2VL(Family):
     def lengths(self, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
         return layout.lengths(pieces)
 
-    def example(self, bucket: Bucket) -> list[Piece]:
-        generator = np.random.default_rng(0)
-        smallest, largest = self.budget_range()
-        shapes = rectangles(bucket.tokens, smallest, largest, side=largest)[: bucket.segments]
-        return [self._example(rows * self.merge, columns * self.merge, generator) for rows, columns in shapes]
-
-    def _example(self, height: int, width: int, generator: np.random.Generator) -> Piece:
+    def random_piece(self, frames: int, height: int, width: int, generator: np.random.Generator) -> Piece:
         patches = generator.integers(0, 256, (height * width, len(self.channels)), dtype=np.uint8)
         return Piece((1, height, width), patches, height * width // self.merge**2)
 

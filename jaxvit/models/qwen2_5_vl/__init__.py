@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from jaxvit.layers import swiglu
 from jaxvit.layers.fuse import Pairing, Widening, head_halves, mlp_width
 from jaxvit.layers.prune import retained
-from jaxvit.models.family import Bucket, Buffer, Family, Item, Piece, Rows, rectangles
+from jaxvit.models.family import Bucket, Buffer, Family, Item, Piece, Rows
 from jaxvit.models.qwen2_5_vl import keys, layout, processing
 from jaxvit.models.qwen2_5_vl.config import Config
 from jaxvit.models.qwen2_5_vl.module import VisionTower
@@ -24,6 +25,7 @@ class Qwen25VL(Family):
 
     name: ClassVar[str] = "qwen2_5_vl"
     takes_video: ClassVar[bool] = True
+    processing: ClassVar[ModuleType] = processing
     segment_sets: ClassVar[tuple[str, ...]] = ("full", "window")
 
     config: Config
@@ -45,18 +47,6 @@ class Qwen25VL(Family):
     def keys(self) -> KeyTable:
         return keys.TABLE
 
-    def prepare(self, picture: np.ndarray) -> Item:
-        return processing.prepare(picture, self.settings)
-
-    def prepare_video(self, frames: Sequence[np.ndarray], fps: float | None, timestamps: Any, prune: float) -> Item:
-        return processing.prepare_video(frames, self.settings, fps, timestamps, prune)
-
-    def sample_frames(self, total: int, native: float, fps: float | None) -> list[int]:
-        return self.settings.sample_frames(total, native, fps)
-
-    def items(self, inputs: Mapping[str, Any], pieces_per_item: Sequence[int] | None = None) -> list[Item]:
-        return processing.items(inputs, self.settings, pieces_per_item)
-
     def buffers(self, bucket: Bucket, pixels: Literal["uint8", "float32"]) -> tuple[Buffer, ...]:
         return layout.buffers(self.config, bucket, pixels)
 
@@ -69,13 +59,7 @@ class Qwen25VL(Family):
     def longest(self, reach: str) -> int | None:
         return (self.config.window_cells * self.merge) ** 2 if reach == "window" else None
 
-    def example(self, bucket: Bucket) -> list[Piece]:
-        generator = np.random.default_rng(0)
-        smallest, largest = self.budget_range()
-        shapes = rectangles(bucket.tokens, smallest, largest, side=largest)[: bucket.segments]
-        return [self._example(rows * self.merge, columns * self.merge, generator) for rows, columns in shapes]
-
-    def _example(self, height: int, width: int, generator: np.random.Generator) -> Piece:
+    def random_piece(self, frames: int, height: int, width: int, generator: np.random.Generator) -> Piece:
         patches = generator.integers(0, 256, (height * width, self.settings.frame_values), dtype=np.uint8)
         plan = layout.windows(height, width, self.merge, self.config.window_cells)
         return Piece((1, height, width), patches, len(plan.order), len(plan.lengths))
