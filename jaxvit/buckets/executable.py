@@ -102,6 +102,7 @@ class Program:
 
         def attend(reach: str) -> attention.Attend:
             metadata = {name.split("/")[1]: value for name, value in named.items() if name.startswith(f"{reach}/")}
+            metadata = attention.held(self.backend, metadata)
             longest = self.family.longest(reach)
             return lambda qkv, rotation: attention.attend(self.backend, qkv, rotation, metadata, scale, longest)
 

@@ -21,7 +21,7 @@ from jaxvit.layers.attention.segments import TILE, Attend, Backend, Metadata, ke
 from jaxvit.layers.attention.tokamax import Tokamax
 from jaxvit.layers.rope import Rotation, rotate
 
-__all__ = ["BACKENDS", "TILE", "Attend", "Backend", "Metadata", "attend", "choose", "key_ranges", "runs"]
+__all__ = ["BACKENDS", "TILE", "Attend", "Backend", "Metadata", "attend", "choose", "held", "key_ranges", "runs"]
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (Dense(), Blockwise(), Cudnn(), Tokamax(), Mosaic())
@@ -53,6 +53,15 @@ def attend(
     if rotation is not None:
         q, k = rotate(q, rotation), rotate(k, rotation)
     return backend(q, k, v, metadata, scale)
+
+
+def held(backend: Backend, metadata: Metadata) -> Metadata:
+    """The metadata as all layers share it: copies, where the backend's kernel reads them at every layer.
+
+    A recorded graph is updated at each node whose buffers moved. The inputs of a call move, temporaries do not.
+    """
+    copied = getattr(backend, "copied", None)
+    return metadata if copied is None else copied(metadata)
 
 
 def runs(name: str, platform: str, dtype: str) -> bool:

@@ -26,7 +26,7 @@ from jaxtyping import Array
 
 from jaxvit.layers.attention import windows
 from jaxvit.layers.attention.cudnn import capability
-from jaxvit.layers.attention.segments import TILE, Metadata, Ranges, tile_ranges
+from jaxvit.layers.attention.segments import TILE, Metadata, Ranges, copied_ranges, tile_ranges
 from jaxvit.layers.rope import Rotation, rotate, widened
 
 MULTIPROCESSORS = 132
@@ -87,6 +87,9 @@ class Mosaic(Ranges):
         places = (0, heads, 2 * heads)
         starts, ends = metadata["starts"], metadata["ends"]
         return flash(turned, turned, together, starts, ends, heads, places, scale, tiling(patches))
+
+    def copied(self, metadata: Metadata) -> Metadata:
+        return copied_ranges(metadata)
 
     def why_not(self, platform: str, dtype: str) -> str | None:
         if platform not in ("cuda", "gpu"):

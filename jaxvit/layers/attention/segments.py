@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array
 
 from jaxvit.layers.rope import Rotation
@@ -14,6 +15,9 @@ from jaxvit.models.family import Buffer
 
 TILE = 64
 """Rows of padding that attend to each other at most."""
+
+LINE = 32
+"""Integers of a cache line."""
 
 Metadata = Mapping[str, Array]
 
@@ -73,7 +77,18 @@ class Ranges:
         return None
 
 
+def copied_ranges(metadata: Metadata) -> Metadata:
+    """Copies that XLA cannot leave out, in one kernel: no range is empty, but that is not for XLA to know."""
+    starts, ends = metadata["starts"], metadata["ends"]
+    return {"starts": lax.min(starts, ends), "ends": lax.max(starts, ends)}
+
+
 def tile_ranges(starts: Array, ends: Array, rows: int) -> Array:
-    """(least start, greatest start, least end, greatest end) of every tile of rows: int32 [tiles, 4]."""
+    """(least start, greatest start, least end, greatest end) of every tile of rows: int32 [tiles, LINE].
+
+    A tile's lie in a cache line of their own. Together they are then larger than a call's flags, and XLA does not lay
+    them where the flags will be: all layers read them, and results move from call to call.
+    """
     starts, ends = starts.reshape(-1, rows), ends.reshape(-1, rows)
-    return jnp.stack([starts.min(1), starts.max(1), ends.min(1), ends.max(1)], axis=1)
+    found = jnp.stack([starts.min(1), starts.max(1), ends.min(1), ends.max(1)], axis=1)
+    return jnp.pad(found, ((0, 0), (0, LINE - found.shape[1])))
