@@ -125,7 +125,8 @@ class Program:
         """What is compiled: the program, whole or cut. Each part takes all arguments, and what the one before gave."""
         if self.cut is None:
             return [self.lower(device)]
-        first, second = parts.split(self.apply, self.cut)
+        result = jax.ShapeDtypeStruct((self.bucket.tokens, self.family.width), jnp.dtype(self.dtype))
+        first, second = parts.split(self.apply, self.cut, result)
         weights, buffers = self.avals(device)
         place = jax.sharding.SingleDeviceSharding(device)
         with own_settings():

@@ -11,6 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax import lax
+
 AT_MOST = 1024
 """Patches of a bucket up to which cutting pays. Beyond, going through the arguments is a hundredth of the call."""
 SHARE = 8
@@ -25,11 +29,14 @@ def place(platform: str, patches: int, blocks: int) -> str | None:
     return f"blocks.{-(-blocks // SHARE) - 1}"
 
 
-def split(apply: Callable[..., Any], cut: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def split(
+    apply: Callable[..., Any], cut: str, result: jax.ShapeDtypeStruct
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The two functions to trace. What a part traces for nothing is dropped when it is lowered, unused arguments too.
 
     Args:
-        apply: ``apply(weights, *arrays, probe=...)``, as of the whole program.
+        apply: ``apply(weights, *arrays, probe=...) -> (embeddings, finite)``, as of the whole program.
+        result: of the embeddings.
     Returns:
         ``first(weights, *arrays) -> (value,)``, and ``second(weights, *arrays, value)`` -> the program's results.
     """
@@ -48,6 +55,11 @@ def split(apply: Callable[..., Any], cut: str) -> tuple[Callable[..., Any], Call
 
     def second(weights: Any, *arrays: Any) -> Any:
         *arrays, carried = arrays
-        return apply(weights, *arrays, probe=lambda name, value: carried if name == cut else value)
+        # XLA lays temporaries where a result will be, and with a result that a caller keeps all of them move, which
+        # costs some microseconds a kernel. So the result's memory is taken from the start: it holds NaN, and takes the
+        # embeddings' place where they are NaN themselves.
+        carried, room = lax.optimization_barrier((carried, jnp.full(result.shape, jnp.nan, result.dtype)))
+        embeddings, finite = apply(weights, *arrays, probe=lambda name, value: carried if name == cut else value)
+        return jnp.where(embeddings == embeddings, embeddings, room), finite
 
     return first, second

@@ -23,7 +23,8 @@ CUT = "blocks.0"
 def cutting(monkeypatch) -> None:
     """Programs made from here on are cut, which on a CPU none is; the shared encoders' are whole."""
     for name in FAMILIES:
-        encoder(name).dispatcher.executable(encoder(name).ladder.buckets[0])
+        for pixels in ("uint8", "float32"):
+            encoder(name).dispatcher.executable(encoder(name).ladder.buckets[0], pixels)
     monkeypatch.setattr(parts, "place", lambda *_: CUT)
 
 
@@ -125,3 +126,19 @@ def test_a_bucket_in_parts_counts_as_one_compilation_and_encodes_the_same(cuttin
     assert relative(ours, theirs) <= 1e-6
     taps = cut.intermediates(cut.prepare([media("qwen2_5_vl")[0]])[0])
     assert {CUT, "output"} <= set(taps[0]), "the probe of the whole program still sees everything"
+
+
+@pytest.mark.parametrize("name", ["kimi_k25", "lfm2_vl"])
+def test_rows_that_are_not_finite_come_out_of_the_parts_as_they_are(name: str, cutting):
+    dispatcher = encoder(name).dispatcher
+    whole = dispatcher.executable(dispatcher.ladder.buckets[0], "float32")
+    executable = compile_program(dispatcher.program(dispatcher.ladder.buckets[0], "float32"), jax.devices()[0])
+    arrays = dispatcher.executable(whole.program.bucket).program.fill(dispatcher.family.example(whole.program.bucket))
+    assert arrays["pixels"] is not None
+    pixels = arrays["pixels"].astype(np.float32) / 255
+    pixels[5] = np.inf
+    arrays |= {"pixels": pixels}
+    (expected, finite), (found, also_finite) = (one(dispatcher.weights[0], arrays) for one in (whole, executable))
+    assert 0 < np.isnan(expected).any(1).sum() < len(expected)
+    assert np.array_equal(np.isnan(expected), np.isnan(found))
+    assert np.array_equal(finite, also_finite)
