@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import pkgutil
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import psutil
 import pytest
 
 import jaxvit
+from jaxvit.buckets import dispatcher
+from jaxvit.buckets.executable import Program
 from jaxvit.buckets.ladder import overflow_bucket
-from jaxvit.models.family import Demand
+from jaxvit.models.family import Demand, Item
 from tests.families import BUDGETS, FAMILIES, VIDEO, checkpoint, encoder, picture
 
 ONE_OF_EACH = ("qwen2_5_vl", "kimi_k25", "lfm2_5_vl")
@@ -89,6 +96,69 @@ def test_memory_is_flat_over_2000_calls_of_random_sizes(name: str):
     print("  ", " ".join(f"{sample:.0f}" for sample in samples))
     assert whole < 64
     assert later < 24  # allocators take memory in steps of about 13 MiB
+
+
+def shapes(shared: jaxvit.Encoder, count: int) -> list[Item]:
+    """Items of one piece, no two of one size, in an order that is not that of their sizes."""
+    found: dict[int, Item] = {}
+    for height in range(64, 1025, 32):
+        for width in range(64, height + 1, 32):
+            (item,) = shared.prepare(picture(height, width))
+            if len(item.pieces) == 1:
+                found.setdefault(item.num_patches, item)
+            if len(found) == count:
+                items = list(found.values())
+                return [items[place] for place in np.random.default_rng(3).permutation(count)]
+    raise AssertionError(f"only {len(found)} sizes")
+
+
+def test_of_exact_shapes_the_last_programs_are_kept_and_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dispatcher, "EXACT_CACHE", 3)
+    loaded = jaxvit.load(checkpoint("lfm2_5_vl"), dtype="float32", budgets=BUDGETS, store=False)
+    items = shapes(loaded, 8)
+    first = loaded.encode(items[-1], bucketed=False)[0]
+    for item in items:
+        loaded.encode(item, bucketed=False)
+    gc.collect()
+    kept = loaded.dispatcher._exact.values()
+    assert [executable.program.bucket.patches for executable in kept] == [item.num_patches for item in items[-3:]]
+    alive = [one for one in gc.get_objects() if isinstance(one, Program) and one.family is loaded.family]
+    assert {id(one) for one in alive} == {id(executable.program) for executable in kept}
+    jax.clear_caches()  # what jax itself keeps of every shape; executables do not need it
+    np.testing.assert_array_equal(loaded.encode(items[-1], bucketed=False)[0], first)
+
+
+EXACT = """
+import gc, sys
+import jax
+import jaxvit
+from tests.test_soak import resident, shapes
+
+encoder = jaxvit.load(sys.argv[1], dtype="float32", budgets=[64], store=False)
+for number, item in enumerate(shapes(encoder, int(sys.argv[2])), 1):
+    encoder.encode(item, bucketed=False)
+    if number % 10 == 0:
+        if sys.argv[3] == "clear":
+            jax.clear_caches()
+        print(resident(), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_memory_is_flat_over_90_exact_shapes_once_jax_s_own_traces_are_cleared(root: Path):
+    """jax keeps what it traced of each of its own functions for every shape; nothing else is kept."""
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "XLA_FLAGS": "", "PYTHONPATH": str(root)}
+    grown = {}
+    for mode in ("keep", "clear"):
+        command = [sys.executable, "-c", EXACT, str(checkpoint("lfm2_5_vl")), "90", mode]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        samples = [float(line) for line in done.stdout.split()]
+        grown[mode] = samples[-1] - samples[2]
+        print(f"{mode}: {' '.join(f'{sample:.0f}' for sample in samples)} MiB")
+    assert grown["clear"] < 24
+    assert grown["clear"] < grown["keep"] / 2
 
 
 def caches() -> Iterator[tuple[str, Any]]:
