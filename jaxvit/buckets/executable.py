@@ -227,11 +227,10 @@ class Executable:
 
     def run(self, weights: Sequence[jax.Array], placed: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Runs one call on arrays that are on the device."""
-        carried: Sequence[jax.Array] = ()
+        results: Sequence[jax.Array] = ()
         for part in self.parts:
-            carried = part(weights, [*placed, *carried])
-        embeddings, finite = carried
-        return embeddings, finite
+            results = part(weights, [*placed, *results])
+        return results[0], results[1]
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights, inputs, temporaries, outputs and code, from the executable's own analysis."""

@@ -54,12 +54,12 @@ def split(
         return (value,)
 
     def second(weights: Any, *arrays: Any) -> Any:
-        *arrays, carried = arrays
+        *inputs, carried = arrays
         # XLA lays temporaries where a result will be, and with a result that a caller keeps all of them move, which
         # costs some microseconds a kernel. So the result's memory is taken from the start: it holds NaN, and takes the
         # embeddings' place where they are NaN themselves.
         carried, room = lax.optimization_barrier((carried, jnp.full(result.shape, jnp.nan, result.dtype)))
-        embeddings, finite = apply(weights, *arrays, probe=lambda name, value: carried if name == cut else value)
+        embeddings, finite = apply(weights, *inputs, probe=lambda name, value: carried if name == cut else value)
         return jnp.where(embeddings == embeddings, embeddings, room), finite
 
     return first, second
