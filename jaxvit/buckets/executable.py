@@ -227,9 +227,9 @@ class Executable:
 
     def run(self, weights: Sequence[jax.Array], placed: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Runs one call on arrays that are on the device."""
-        results: Sequence[jax.Array] = ()
+        results: list[jax.Array] = []
         for part in self.parts:
-            results = part(weights, [*placed, *results])
+            results = list(part(weights, [*placed, *results]))
         return results[0], results[1]
 
     def memory(self) -> dict[str, int]:
