@@ -18,8 +18,8 @@ from flax import nnx
 from jaxvit.buckets import parts
 from jaxvit.buckets.launch import Part, own_settings
 from jaxvit.errors import CapacityError
-from jaxvit.layers import attention, swiglu
-from jaxvit.layers.fuse import Weights, bind, parameter_shapes
+from jaxvit.layers import attention, kernels
+from jaxvit.layers.fuse import Pairing, Weights, bind, parameter_shapes
 from jaxvit.layers.pixels import normalise
 from jaxvit.models.family import Bucket, Buffer, Family, Piece, Probe, Rows, no_probe
 
@@ -107,7 +107,8 @@ class Program:
             return lambda qkv, rotation: attention.attend(self.backend, qkv, rotation, metadata, scale, longest)
 
         module = bind(self.module, self.weights.unpack(weights))
-        out = module(named, {reach: attend(reach) for reach in self.family.segment_sets}, probe)
+        with kernels.kernels_for(self.platform, self.dtype):
+            out = module(named, {reach: attend(reach) for reach in self.family.segment_sets}, probe)
         out = out[: self.bucket.tokens]  # patches are rounded up to the kernel's block, and so may be the tokens
         return out, jnp.isfinite(out).all(-1)
 
@@ -163,7 +164,9 @@ class Program:
 def weights_of(family: Family, module: nnx.Module, platform: str, dtype: str) -> Weights:
     """How the family's parameters lie in the arguments on a platform. A CPU gains nothing by padding."""
     widenings = () if platform == "cpu" else family.widenings()
-    pairings = () if swiglu.why_not(platform, dtype) else family.pairings()
+    pairings: tuple[Pairing, ...] = ()
+    if kernels.why_not(platform, dtype) is None:
+        widenings, pairings = (*widenings, *family.by_head()), family.pairings()
     return Weights.of(parameter_shapes(module), widenings, pairings, biases=platform != "cpu" and dtype != "float32")
 
 

@@ -2,12 +2,14 @@
 
 Canonical parameters carry the module's attribute paths ("blocks.0.attn.qkv.kernel") and the checkpoint's sizes. What is
 done to them for speed is exact and stands here alone: axes are padded with zeros to sizes that the device likes, two
-layers that one kernel computes lie in one array, and so do the vectors of the norms, because every argument of an
-executable costs time at each call.
+layers that one kernel computes lie in one array, a kernel lies transposed where that suits the product, and the vectors
+of the norms lie in one array, because every argument of an executable costs time at each call.
 
 A norm reads its vectors where they lie. The bias of a product has to be an array of its own, and XLA for GPUs makes a
 kernel for each bare slice. Of slices of one length that are also converted it makes a single kernel. So the biases lie
-in another array, in float32, which holds bfloat16 exactly. Elsewhere they stay arguments.
+in another array, in float32, which holds bfloat16 exactly. Elsewhere they stay arguments. The package's own kernels
+read theirs where they lie, and take them in float32: were they converted, XLA would convert the whole array and then
+make a kernel for each slice of it.
 """
 
 from __future__ import annotations
@@ -42,6 +44,9 @@ class Widening:
     @property
     def padded(self) -> int:
         return -(-self.size // self.multiple) * self.multiple
+
+    def by_kernel(self, name: str) -> bool:
+        return False
 
     def at(self, name: str) -> tuple[int, tuple[int, ...]] | None:
         """(axis, groups) of this size in a parameter, None where it does not occur."""
@@ -88,6 +93,35 @@ def head_halves(head_dim: int, heads: int, qkv: str, out: str) -> Widening:
     groups = (3, heads, 2)
     places = ((rf"{qkv}\.kernel", 1, groups), (rf"{qkv}\.bias", 0, groups), (rf"{out}\.kernel", 0, (heads, 2)))
     return Widening(head_dim // 2, 8, places)
+
+
+@dataclass(frozen=True)
+class ByHead:
+    """The kernel of a fused projection as ``layers.qkv`` multiplies it: transposed, [3 x heads, dim, inputs].
+
+    Attributes:
+        pattern: of the kernel's path.
+        heads: of q, k and v together.
+    """
+
+    pattern: str
+    heads: int
+
+    def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a parameter afterwards."""
+        if not self.by_kernel(name):
+            return shape
+        inputs, outputs = shape
+        return self.heads, outputs // self.heads, inputs
+
+    def by_kernel(self, name: str) -> bool:
+        """Whether a kernel of the package multiplies it."""
+        return re.fullmatch(self.pattern, name) is not None
+
+    def apply(self, name: str, array: np.ndarray) -> np.ndarray:
+        if not self.by_kernel(name):
+            return array
+        return np.ascontiguousarray(array.reshape(len(array), self.heads, -1).transpose(1, 2, 0))
 
 
 @dataclass(frozen=True)
@@ -159,9 +193,9 @@ class Weights:
 
     Attributes:
         matrices: (path, padded shape) of every parameter that is an argument of its own, by path.
-        vectors: (path, padded shape) of every parameter in the first packed array, behind the matrices.
-        biases: (path, padded shape) of every parameter in the second packed array, the last, in float32.
-        widenings: the padding.
+        vectors: (path, padded shape) of every parameter in the packed array in the compute dtype, behind the matrices.
+        biases: (path, padded shape) of every parameter in the packed array in float32, the last.
+        widenings: the padding and transposing, one behind the other.
         joined: (path of the first, path of the second, how) of every two parameters in one array, which stands under
             the first.
     """
@@ -169,14 +203,14 @@ class Weights:
     matrices: tuple[Place, ...]
     vectors: tuple[Place, ...]
     biases: tuple[Place, ...]
-    widenings: tuple[Widening, ...]
+    widenings: tuple[Widening | ByHead, ...]
     joined: tuple[tuple[str, str, Pairing], ...] = ()
 
     @classmethod
     def of(
         cls,
         shapes: Mapping[str, tuple[int, ...]],
-        widenings: Sequence[Widening] = (),
+        widenings: Sequence[Widening | ByHead] = (),
         pairings: Sequence[Pairing] = (),
         biases: bool = False,
     ) -> Weights:
@@ -257,10 +291,12 @@ class Weights:
         """Inside the traced program: the arguments -> canonical path -> parameter, padded or joined."""
         parameters = {name: array for (name, _), array in zip(self.matrices, arrays, strict=False)}
         rest = list(arrays[len(self.matrices) :])
+        own = {first for first, _, _ in self.joined}
+        own |= {name for name, _ in self.biases for step in self.widenings if step.by_kernel(beside(name))}
         for places in filter(None, (self.vectors, self.biases)):
             packed, start = rest.pop(0), 0
             for name, shape in places:
-                vector = jax.lax.slice(packed, (start,), (start + prod(shape),))
-                parameters[name] = vector.astype(arrays[0].dtype).reshape(shape)
+                vector = jax.lax.slice(packed, (start,), (start + prod(shape),)).reshape(shape)
+                parameters[name] = vector if name in own else vector.astype(arrays[0].dtype)
                 start += prod(shape)
         return parameters | {second: parameters[first] for first, second, _ in self.joined}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -31,7 +33,13 @@ class Linear(nnx.Module):
         if self.bias is None:
             return dot(x, self.kernel[...])
         # An accelerator's product adds the bias before it rounds to x's dtype; XLA's on the CPU has to be told.
-        return lax.platform_dependent(x, self.kernel[...], self.bias[...], cpu=_rounded_once, default=_fusable)
+        return by_platform(x, self.kernel[...], self.bias[...], cpu=_rounded_once, default=_fusable)
+
+
+def by_platform(*arrays: Array, cpu: Callable[..., Array], default: Callable[..., Array]) -> Array:
+    """``lax.platform_dependent``, without what JAX would remember of it: it keeps every trace of a function for as long
+    as that function lives, and those of a module live for ever."""
+    return lax.platform_dependent(*arrays, cpu=lambda *each: cpu(*each), default=lambda *each: default(*each))
 
 
 def _fusable(x: Array, kernel: Array, bias: Array) -> Array:

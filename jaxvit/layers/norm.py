@@ -14,6 +14,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxvit.layers import norm_kernel
+
 
 class LayerNorm(nnx.Module):
     """Biased variance of the centred values, as in PyTorch: E[x^2] - E[x]^2 loses digits on flat rows."""
@@ -24,6 +26,8 @@ class LayerNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((width,), jnp.float32))
 
     def __call__(self, x: Float[Array, "... width"], contain: bool = False) -> Float[Array, "... width"]:
+        if norm_kernel.suits(x):
+            return norm_kernel.layer_norm(x, self.scale[...], self.bias[...], self.eps, contain)
         wide = x.astype(jnp.float32)
         centred = wide - wide.mean(-1, keepdims=True)
         root = inverse_root(jnp.square(centred).mean(-1, keepdims=True), self.eps)
@@ -39,6 +43,8 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
 
     def __call__(self, x: Float[Array, "... width"], contain: bool = False) -> Float[Array, "... width"]:
+        if norm_kernel.suits(x):
+            return norm_kernel.rms_norm(x, self.scale[...], self.eps, contain)
         wide = x.astype(jnp.float32)
         root = inverse_root(jnp.square(wide).mean(-1, keepdims=True), self.eps)
         y = wide * root

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxvit.layers.linear import dot
+from jaxvit.layers.linear import by_platform, dot
 
 
 def cell_order(height: int, width: int, merge: int) -> np.ndarray:
@@ -46,7 +47,20 @@ def weigh_by_axis(
 ) -> Float[Array, "patches hidden"]:
     """For each patch the table, ``side`` rows of ``side`` entries, weighed by y and x in float32, cast to its dtype."""
     weights = (y[:, :, None] * x[:, None, :]).reshape(y.shape[0], -1)
+    if table.dtype != jnp.bfloat16:
+        return dot(weights, table)
+    return by_platform(weights, table, cpu=_weighed, default=_weighed_in_halves)
+
+
+def _weighed(weights: Array, table: Array) -> Array:
     return dot(weights, table.astype(jnp.float32)).astype(table.dtype)
+
+
+def _weighed_in_halves(weights: Array, table: Array) -> Array:
+    """With products of bfloat16, which an accelerator is made for: a weight is the sum of two of them, to 2^-17."""
+    high = lax.reduce_precision(weights, exponent_bits=8, mantissa_bits=7)  # XLA would drop a cast there and back
+    parts = jnp.concatenate([high, weights - high], axis=-1).astype(table.dtype)
+    return dot(parts, jnp.concatenate([table, table]))
 
 
 # Four taps a place (MoonViT: 64 entries a side, of which a place reads four)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from jaxvit.errors import MediaError
-from jaxvit.layers.fuse import Pairing, Widening
+from jaxvit.layers.fuse import ByHead, Pairing, Widening
 
 Grid = tuple[int, int, int]
 """(t, h, w): frames (or frame pairs), rows and columns, in patches."""
@@ -274,6 +274,10 @@ class Family(ABC):
 
     def widenings(self) -> tuple[Widening, ...]:
         """Sizes of the tower that may be padded with zeros for speed, with what accelerators like them to be."""
+        return ()
+
+    def by_head(self) -> tuple[ByHead, ...]:
+        """Fused projections of the tower that one kernel can rotate, where it runs."""
         return ()
 
     def pairings(self) -> tuple[Pairing, ...]:

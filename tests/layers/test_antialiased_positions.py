@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxvit.layers.position import antialiased_linear, weigh_by_axis
+from jaxvit.layers.position import _weighed_in_halves, antialiased_linear, weigh_by_axis
 
 GRIDS = [
     (6, 100),
@@ -34,6 +35,18 @@ def resampled(table: np.ndarray, height: int, width: int) -> np.ndarray:
 
 def random_table(side: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal((side, side, 8)).astype(np.float32)
+
+
+def test_a_weight_in_two_halves_is_the_weight() -> None:
+    generator = np.random.default_rng(0)
+    weights = generator.random((50, 256), np.float32)
+    table = jnp.asarray(generator.standard_normal((256, 8)), jnp.bfloat16)
+    found = np.asarray(_weighed_in_halves(jnp.asarray(weights), table)).astype(np.float64)
+    exact = weights.astype(np.float64) @ np.asarray(table).astype(np.float64)
+    once = exact.astype(jnp.bfloat16).astype(np.float64)
+    assert np.abs(found - exact).max() <= np.abs(once - exact).max() * 1.1
+    rounded = weights.astype(jnp.bfloat16).astype(np.float64) @ np.asarray(table).astype(np.float64)
+    assert np.linalg.norm(found - exact) < np.linalg.norm(rounded.astype(jnp.bfloat16) - exact) * 0.9
 
 
 @pytest.mark.reference

@@ -102,17 +102,22 @@ def test_nothing_of_a_segment_or_of_the_padding_reaches_another(name: str, dtype
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 80])
 @pytest.mark.parametrize(
-    "lengths", [[64] * 64, ([64] * 9 + [48] * 3 + [16, 12] + [64] * 5 + [32] * 2) * 3], ids=["full", "cut"]
+    ("patches", "lengths"),
+    [
+        pytest.param(4096, [64] * 64, id="full"),
+        pytest.param(4096, ([64] * 9 + [48] * 3 + [16, 12] + [64] * 5 + [32] * 2) * 3, id="cut"),
+        pytest.param(256, [256], id="few patches, one segment"),
+        pytest.param(256, [100, 1, 90], id="few patches, cut"),
+    ],
 )
-def test_the_window_kernel_rotates_and_attends(dim: int, lengths: list[int]):
-    patches = 4096
+def test_rotation_and_attention_are_one(dim: int, patches: int, lengths: list[int]):
     q, k, v = inputs(patches, dim, "bfloat16")
     angles = np.random.default_rng(1).random((patches, dim // 2), dtype=np.float32) * 6
     turn = (jnp.cos(angles), jnp.sin(angles))
     backend = BACKENDS["mosaic"]
     metadata = backend.metadata(np.array(lengths, np.int32), patches, 64)
     qkv = jnp.stack([q, k, v], axis=1)
-    found = jax.jit(lambda *a: attention.attend(backend, *a, dim**-0.5, 64))(qkv, turn, metadata)
+    found = jax.jit(lambda *a: attention.attend(backend, *a, dim**-0.5, max(lengths)))(qkv, turn, metadata)
     turned = [np.asarray(rotate(jnp.asarray(each), turn)) for each in (q, k)]
     truth = expected([*turned, v], lengths)
     real = np.asarray(found).astype(np.float32)[: sum(lengths)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxvit.layers import norm_kernel
+from jaxvit.layers.kernels import kernels_for
 from jaxvit.layers.norm import LayerNorm, RMSNorm, inverse_root
 
 
@@ -50,14 +53,16 @@ def test_the_inverse_root_of_what_is_not_finite_is_nan():
     assert jnp.isnan(inverse_root(jnp.array([[jnp.inf], [jnp.nan]], jnp.float32), 1e-6)).all()
 
 
-ROWS = [8, pytest.param(256, marks=pytest.mark.gpu), pytest.param(4096, marks=pytest.mark.gpu)]
-ROWS.append(pytest.param(16384, marks=pytest.mark.gpu))
+ON_GPU = [(rows, kernel) for rows in (256, 4096, 16384) for kernel in (False, True)]
+ROWS = [(8, False), *(pytest.param(*each, marks=pytest.mark.gpu) for each in ON_GPU)]
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("rows", "kernel"), ROWS)
 @pytest.mark.parametrize("width", [768, 1152, 1280])
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
-def test_a_compiled_norm_contains_rows_that_are_not_finite_and_shows_them_elsewhere(kind: Any, width: int, rows: int):
+def test_a_compiled_norm_contains_rows_that_are_not_finite_and_shows_them_elsewhere(
+    kind: Any, width: int, rows: int, kernel: bool
+):
     generator = np.random.default_rng(2)
     x = generator.standard_normal((rows, width)).astype(jnp.bfloat16)
     packed = generator.standard_normal(3 * width).astype(jnp.bfloat16)
@@ -69,7 +74,9 @@ def test_a_compiled_norm_contains_rows_that_are_not_finite_and_shows_them_elsewh
         norm.scale = nnx.Param(packed[width : 2 * width])
         if kind is LayerNorm:
             norm.bias = nnx.Param(packed[2 * width :])
-        return norm(x, contain=contain)
+        with kernels_for("cuda", "bfloat16") if kernel else nullcontext():
+            assert norm_kernel.suits(x) == (kernel and rows >= norm_kernel.LEAST_ROWS)
+            return norm(x, contain=contain)
 
     wide = x.astype(np.float64)
     wide = wide - wide.mean(-1, keepdims=True) if kind is LayerNorm else wide

@@ -27,10 +27,9 @@ from jaxtyping import Array
 from jaxvit.layers.attention import windows
 from jaxvit.layers.attention.cudnn import capability
 from jaxvit.layers.attention.segments import TILE, Metadata, Ranges, copied_ranges, tile_ranges
+from jaxvit.layers.hopper import MULTIPROCESSORS, arrive, begin, sync
 from jaxvit.layers.rope import Rotation, rotate, widened
 
-MULTIPROCESSORS = 132
-"""Blocks of threads of a persistent grid: the multiprocessors of an H100 or H200."""
 OLDEST_JAX = (0, 11)
 
 
@@ -80,7 +79,8 @@ class Mosaic(Ranges):
         """From the projection in place: values are never copied, q and k are rotated in one pass, or in the kernel."""
         patches, _, heads, dim = qkv.shape
         together = qkv.reshape(patches, 3 * heads, dim)
-        if rotation is not None and longest is not None and longest <= TILE:
+        short = patches <= windows.FEW_PATCHES or (longest is not None and longest <= TILE)
+        if rotation is not None and short and windows.suits(dim):
             cos, sin = widened(rotation, dim // 2)
             return windows.attend(together, cos, sin, metadata["starts"], metadata["ends"], scale)
         turned = together if rotation is None else rotate(together[:, : 2 * heads], rotation)
@@ -163,6 +163,7 @@ def flash(
         return jnp.asarray(value, jnp.int32)
 
     def body(q_all, k_all, v_all, starts_all, ends_all, ranges, out, qs, ks, vs, outs, q_here, k_here, v_here):
+        begin()
         group = lax.axis_index("group")
 
         def range_of(index: Array) -> tuple[Array, ...]:
@@ -336,28 +337,3 @@ def flash(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         kernel_name="packed_attention",
     )(q, k, v, starts, ends, tile_ranges(starts, ends, rows))
-
-
-def _barrier(operation: str, index: Any, threads: int) -> None:
-    """One of the hardware's named barriers: "sync" waits for all its threads, "arrive" only counts as one."""
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-    from jax.experimental.mosaic.gpu import utils
-
-    if isinstance(index, int):
-
-        @plgpu.inline_mgpu()
-        def constant(_: Any) -> None:
-            utils.inline_ptx(f"bar.{operation} {index}, {threads};")
-
-        constant()
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
-    def variable(_: Any, where: Any) -> None:
-        utils.inline_ptx(f"bar.{operation} $0, {threads};", where.registers[()])
-
-    variable(index)
-
-
-arrive = functools.partial(_barrier, "arrive")
-sync = functools.partial(_barrier, "sync")

@@ -1,8 +1,9 @@
-"""Windows on NVIDIA Hopper: attention over segments of at most a tile of rows, rotation included (Pallas, Mosaic GPU).
+"""Short segments on NVIDIA Hopper: attention with the rotation included (Pallas, Mosaic GPU).
 
 A block of threads takes one tile of rows and a few heads. A window may begin in the tile before and end in the one
-behind, so the keys are those of at most three tiles. Queries and keys are rotated in registers, where the two halves of
-a head lie in the same thread: nothing rotated is written to memory.
+behind, so the keys are those of at most three tiles; of longer segments, of as many tiles as they have. Queries and
+keys are rotated in registers, where the two halves of a head lie in the same thread: nothing rotated is written to
+memory. Every tile of rows rotates its keys anew, which pays while they are few.
 """
 
 # What Pallas' decorators make of a kernel's arguments is beyond the checker.
@@ -21,9 +22,18 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxvit.layers.attention.segments import TILE, tile_ranges
+from jaxvit.layers.hopper import begin
 
 HEADS = 4
 """Heads of a block of threads: the tile's ranges, cosines and sines are read once for all of them."""
+FEW_PATCHES = 256
+"""Up to which a block of threads takes one head alone, so that there are enough of them."""
+
+
+def suits(dim: int) -> bool:
+    """Whether the kernel computes heads of that size: where they are as wide as a tile, jax 0.11.2 makes a kernel of it
+    that is wrong as soon as a row's keys lie in two tiles."""
+    return dim != TILE
 
 
 @functools.partial(jax.jit, static_argnames=("scale",))
@@ -41,7 +51,7 @@ def attend(qkv: Array, cos: Array, sin: Array, starts: Array, ends: Array, scale
 
     patches, three, dim = qkv.shape
     heads = three // 3
-    group = math.gcd(heads, HEADS)
+    group = 1 if patches <= FEW_PATCHES else math.gcd(heads, HEADS)
     matrix, column = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
     swizzle = plgpu.find_swizzle(dim * 16)
     transforms = (plgpu.TilingTransform((8, 8 * swizzle // 16)), plgpu.SwizzleTransform(swizzle))
@@ -55,6 +65,7 @@ def attend(qkv: Array, cos: Array, sin: Array, starts: Array, ends: Array, scale
         return jnp.asarray(value, jnp.int32)
 
     def body(source, cosines, sines, starts_all, ends_all, ranges, out, qs, ks, vs, outs, q_here, k_here, v_here):
+        begin()
         tile, first_head = lax.axis_index("tile"), lax.axis_index("heads") * group
         least_start, greatest_start, least_end, greatest_end = (ranges[tile, each] for each in range(4))
         low, high = lax.div(least_start, integer(TILE)), lax.div(greatest_end + (TILE - 1), integer(TILE))
@@ -94,7 +105,7 @@ def attend(qkv: Array, cos: Array, sin: Array, starts: Array, ends: Array, scale
         def one_head(number: Array, _: None) -> None:
             q_slot = lax.rem(number, integer(2))
             plgpu.barrier_wait(q_here.at[q_slot])
-            q = _rotate(wide(qs.at[q_slot]), my_cos, my_sin).astype(jnp.bfloat16)
+            q = rotated(wide(qs.at[q_slot]), my_cos, my_sin).astype(jnp.bfloat16)
             top = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), column)
             weight = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), column)
             sums = plgpu.layout_cast(jnp.zeros((TILE, dim), jnp.float32), matrix)
@@ -115,7 +126,7 @@ def attend(qkv: Array, cos: Array, sin: Array, starts: Array, ends: Array, scale
             turn = lax.cond(
                 block == tile, lambda: (my_cos, my_sin), lambda: (table(cosines, block), table(sines, block))
             )
-            ks[slot] = _rotate(wide(ks.at[slot]), *turn).astype(jnp.bfloat16)
+            ks[slot] = rotated(wide(ks.at[slot]), *turn).astype(jnp.bfloat16)
             plgpu.commit_smem()
 
             def multiply(accumulator: Any) -> Array:
@@ -171,7 +182,7 @@ def attend(qkv: Array, cos: Array, sin: Array, starts: Array, ends: Array, scale
     )(qkv, cos, sin, starts, ends, tile_ranges(starts, ends, TILE))
 
 
-def _rotate(x: Array, cos: Array, sin: Array) -> Array:
+def rotated(x: Array, cos: Array, sin: Array) -> Array:
     """Half-split rotation of float32 [TILE, dim] in registers: a value's partner is dim / 16 column tiles away."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
     from jax.experimental.mosaic import gpu as mgpu

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from jaxvit.errors import CheckpointError
-from jaxvit.layers.fuse import Widening, head_halves, mlp_width
+from jaxvit.layers.fuse import ByHead, Widening, head_halves, mlp_width
 from jaxvit.models.family import Bucket, Buffer, Demand, Family, Piece, Rows, rectangles
 from jaxvit.models.kimi_k25 import keys, layout, processing
 from jaxvit.models.kimi_k25.config import Config
@@ -102,6 +102,9 @@ class KimiK25(Family):
             mlp_width(config.intermediate_size, rf"{block}\.mlp\.fc1", rf"{block}\.mlp\.fc2"),
             head_halves(config.head_dim, config.num_attention_heads, rf"{block}\.attn\.qkv", rf"{block}\.attn\.proj"),
         )
+
+    def by_head(self) -> tuple[ByHead, ...]:
+        return (ByHead(r"blocks\.\d+\.attn\.qkv\.kernel", 3 * self.config.num_attention_heads),)
 
     def module(self) -> VisionTower:
         return VisionTower(self.config)

@@ -19,6 +19,7 @@ from jaxvit.layers.attention import Attend
 from jaxvit.layers.linear import ACTIVATIONS, Linear
 from jaxvit.layers.norm import LayerNorm
 from jaxvit.layers.position import gather_by_axis
+from jaxvit.layers.qkv import project
 from jaxvit.layers.rope import Rotation, angles_interleaved, rotation
 from jaxvit.models.family import Probe, no_probe
 from jaxvit.models.kimi_k25.config import Config
@@ -33,7 +34,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "patches hidden"], turn: Rotation, attend: Attend
     ) -> Float[Array, "patches hidden"]:
-        out = attend(self.qkv(x).reshape(x.shape[0], 3, self.heads, -1), turn)
+        out = attend(*project(x, self.qkv, self.heads, turn))
         return self.proj(out.reshape(x.shape[0], -1))
 
 
