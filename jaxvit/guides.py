@@ -189,7 +189,7 @@ def tuned_tables() -> str:
     head = (
         "## Tuned ladders that ship\n\n"
         "Each is taken by `budgets=None` where family, sizes and device are those of the file. Few large, many small:\n"
-        "a call of the full bucket, back to back, by the size of its pieces. The floor's share is that of few large ones.\n"
+        "a call of the full bucket, back to back, by the size of its pieces. The floor's share is for few large ones.\n"
     )
     return "\n".join([head, *tables])
 

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
-from jaxvit.buckets import parts
-from jaxvit.buckets.launch import Part, own_settings
+from jaxvit.buckets.launch import launcher, own_settings
 from jaxvit.errors import CapacityError
 from jaxvit.layers import attention, kernels
 from jaxvit.layers.fuse import Pairing, Weights, bind, parameter_shapes
@@ -27,6 +27,8 @@ Pixels = Literal["uint8", "float32"]
 
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 """With Triton products on, autotuning takes most of a minute a bucket and finds nothing faster than cuBLAS."""
+SMALL = 1024
+"""Patches of a bucket up to which holding the result's memory pays; beyond, its kernels are longer than an update."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +62,14 @@ class Program:
         return weights_of(self.family, self.module, self.platform, self.dtype)
 
     @cached_property
-    def cut(self) -> str | None:
-        """The intermediate behind which the program is cut in two parts, None where it stays whole."""
-        return parts.place(self.platform, self.bucket.patches, len(self.module.blocks))  # pyright: ignore
+    def holds_result(self) -> bool:
+        """Whether the result's memory is held from the start of a call.
+
+        XLA lays temporaries where the result will be. A caller keeps results, so each has a new address, and with it
+        all those temporaries; a recorded graph is then updated at every kernel that reads or writes one, which takes
+        some microseconds each, as long as the kernels of a small bucket themselves.
+        """
+        return self.platform in ("gpu", "cuda") and self.bucket.patches <= SMALL
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -106,40 +113,34 @@ class Program:
             longest = self.family.longest(reach)
             return lambda qkv, rotation: attention.attend(self.backend, qkv, rotation, metadata, scale, longest)
 
+        room = None
+
+        def watched(name: str, value: Any) -> Any:
+            nonlocal room
+            if name == "patch_embed" and self.holds_result:
+                result = jnp.full((self.bucket.tokens, self.family.width), jnp.nan, dtype)
+                value, room = lax.optimization_barrier((value, result))
+            return probe(name, value)
+
         module = bind(self.module, self.weights.unpack(weights))
         with kernels.kernels_for(self.platform, self.dtype):
-            out = module(named, {reach: attend(reach) for reach in self.family.segment_sets}, probe)
+            out = module(named, {reach: attend(reach) for reach in self.family.segment_sets}, watched)
         out = out[: self.bucket.tokens]  # patches are rounded up to the kernel's block, and so may be the tokens
+        if room is not None:  # NaN where the embeddings are NaN
+            out = jnp.where(out == out, out, room)
         return out, jnp.isfinite(out).all(-1)
 
     def lower(self, device: jax.Device, probe: Probe = no_probe) -> jax.stages.Lowered:
-        """The whole program, lowered under settings of its own: the process's are neither used nor changed."""
+        """Lowered under settings of its own: the process's are neither used nor changed."""
+        place = jax.sharding.SingleDeviceSharding(device)
+        avals = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=place) for buffer in self.buffers]
+        weights = self.weights.avals(np.dtype(jnp.dtype(self.dtype)), place)
 
         def bucket(weights: Sequence[Any], *arrays: Any) -> tuple[Any, Any]:
             return self.apply(weights, *arrays, probe=probe)
 
-        weights, buffers = self.avals(device)
         with own_settings():
-            return jax.jit(bucket).lower(weights, *buffers)
-
-    def lower_parts(self, device: jax.Device) -> list[jax.stages.Lowered]:
-        """What is compiled: the program, whole or cut. Each part takes all arguments, and what the one before gave."""
-        if self.cut is None:
-            return [self.lower(device)]
-        result = jax.ShapeDtypeStruct((self.bucket.tokens, self.family.width), jnp.dtype(self.dtype))
-        first, second = parts.split(self.apply, self.cut, result)
-        weights, buffers = self.avals(device)
-        place = jax.sharding.SingleDeviceSharding(device)
-        with own_settings():
-            start = jax.jit(first).lower(weights, *buffers)
-            carried = [jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=place) for out in start.out_info]
-            return [start, jax.jit(second).lower(weights, *buffers, *carried)]
-
-    def avals(self, device: jax.Device) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
-        """Shapes and dtypes of the weights, and of the buffers."""
-        place = jax.sharding.SingleDeviceSharding(device)
-        buffers = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=place) for buffer in self.buffers]
-        return self.weights.avals(np.dtype(jnp.dtype(self.dtype)), place), buffers
+            return jax.jit(bucket).lower(weights, *avals)
 
     def intermediates(self, device: jax.Device, weights: Sequence[jax.Array], piece: Piece) -> dict[str, np.ndarray]:
         """Runs one piece and hands out every named intermediate: float32 [rows, features]."""
@@ -194,17 +195,18 @@ class Executable:
 
     Attributes:
         program: what it computes.
-        parts: what runs, one behind the other.
         seconds: time to compile or load.
         source: "compiled" or "store".
     """
 
-    def __init__(self, program: Program, compiled: Sequence[Any], device: jax.Device, seconds: float, source: str):
+    def __init__(self, program: Program, compiled: Any, device: jax.Device, seconds: float, source: str):
         self.program = program
-        self.parts = tuple(Part(one) for one in compiled)
         self.device = device
         self.seconds = seconds
         self.source = source
+        self.compiled = compiled
+        self._launch = launcher(compiled)
+        self._launched = False  # it worked once
         absent = [np.zeros(buffer.shape, buffer.dtype) for buffer in program.buffers if buffer.optional]
         names = [buffer.name for buffer in program.buffers if buffer.optional]
         self._absent = dict(zip(names, jax.device_put(absent, device), strict=True))
@@ -230,27 +232,28 @@ class Executable:
 
     def run(self, weights: Sequence[jax.Array], placed: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Runs one call on arrays that are on the device."""
-        results: list[jax.Array] = []
-        for part in self.parts:
-            results = list(part(weights, [*placed, *results]))
-        return results[0], results[1]
+        if self._launch is not None:
+            try:
+                embeddings, finite = self._launch([*weights, *placed])
+                self._launched = True
+                return embeddings, finite
+            except Exception:
+                if self._launched:
+                    raise
+                self._launch = None  # it never worked: JAX's own call works, or says what is wrong
+        with own_settings():
+            return self.compiled(weights, *placed)
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights, inputs, temporaries, outputs and code, from the executable's own analysis."""
-
-        def size(arrays: Sequence[Any]) -> int:
-            return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
-
-        *before, last = [part.compiled.memory_analysis() for part in self.parts]
-        weights, inputs = self.program.avals(self.device)
-        # What goes from part to part is a temporary of the whole; the parts' own are in use one after the other.
-        carried = sum(one.output_size_in_bytes for one in before)
+        analysis = self.compiled.memory_analysis()
+        inputs = sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in self.program.buffers)
         return {
-            "weights": size(weights),
-            "inputs": size(inputs),
-            "temporaries": carried + max(one.temp_size_in_bytes for one in (*before, last)),
-            "outputs": last.output_size_in_bytes,
-            "code": sum(one.generated_code_size_in_bytes for one in (*before, last)),
+            "weights": analysis.argument_size_in_bytes - inputs,
+            "inputs": inputs,
+            "temporaries": analysis.temp_size_in_bytes,
+            "outputs": analysis.output_size_in_bytes,
+            "code": analysis.generated_code_size_in_bytes,
         }
 
 
@@ -266,6 +269,6 @@ def compile_program(program: Program, device: jax.Device) -> Executable:
     """Compiles for one device. Tracing, which holds Python's lock anyway, goes one by one, compiling in parallel."""
     start = time.perf_counter()
     with _lowering:
-        lowered = program.lower_parts(device)
-    compiled = [one.compile(compiler_options=compiler_options(program)) for one in lowered]
+        lowered = program.lower(device)
+    compiled = lowered.compile(compiler_options=compiler_options(program))
     return Executable(program, compiled, device, time.perf_counter() - start, "compiled")

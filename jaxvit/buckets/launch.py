@@ -39,32 +39,6 @@ def launcher(compiled: Any) -> Launch | None:
     return launch
 
 
-class Part:
-    """A compiled program, launched the short way where this JAX offers it.
-
-    Args:
-        compiled: ``jax.stages.Compiled``; takes the list of weights, then arrays.
-    """
-
-    def __init__(self, compiled: Any):
-        self.compiled = compiled
-        self._launch = launcher(compiled)
-        self._launched = False  # it worked once
-
-    def __call__(self, weights: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        if self._launch is not None:
-            try:
-                results = self._launch([*weights, *arrays])
-                self._launched = True
-                return results
-            except Exception:
-                if self._launched:
-                    raise
-                self._launch = None  # it never worked: JAX's own call works, or says what is wrong
-        with own_settings():
-            return self.compiled(weights, *arrays)
-
-
 @contextmanager
 def own_settings() -> Iterator[None]:
     """Settings of this package's own programs. Those of the process are neither used nor changed.

@@ -1,8 +1,7 @@
 """Compiled executables on disk, so that a second start compiles nothing.
 
 An entry is one file: a JSON header line (key, digest of the rest, facts about the executable), then the serialised
-parts of the executable. Its name is the digest of its key. The key holds everything that can change the result or the
-fit.
+executable. Its name is the digest of its key. The key holds everything that can change the result or the fit.
 
 Loading an entry executes code. So a folder or an entry that anyone but its owner can write, or that belongs to neither
 the user nor root, is refused, and the digest is checked before anything is deserialised. The digest finds damage;
@@ -33,7 +32,7 @@ from jaxvit.errors import StoreError
 
 log = logging.getLogger("jaxvit")
 
-FORMAT = 2
+FORMAT = 1
 SUFFIX = ".executable"
 MAX_HEADER = 2**20
 
@@ -90,10 +89,9 @@ class Store:
             payload = read_entry(path, key_of(program, device))
             if payload is None:
                 return None
-            compiled = [
-                serialize_executable.deserialize_and_load(*part, backend=device.client, execution_devices=[device])
-                for part in pickle.loads(payload)
-            ]
+            compiled = serialize_executable.deserialize_and_load(
+                *pickle.loads(payload), backend=device.client, execution_devices=[device]
+            )
             return Executable(program, compiled, device, time.perf_counter() - start, "store")
         except Exception as error:  # whatever a bad entry does, the answer is to compile again
             log.warning("executable store: %s is not used and will be compiled again: %s", path, error)
@@ -103,7 +101,7 @@ class Store:
         if not self.writable:
             return
         try:
-            payload = pickle.dumps([serialize_executable.serialize(part.compiled) for part in executable.parts])
+            payload = pickle.dumps(serialize_executable.serialize(executable.compiled))
             facts = {"seconds": round(executable.seconds, 3), "bytes": len(payload), "memory": executable.memory()}
             write_entry(path, key_of(program, device), payload, facts)
         except OSError as error:
@@ -206,7 +204,6 @@ def key_of(program: Program, device: jax.Device) -> dict[str, Any]:
         "dtype": program.dtype,
         "pixels": program.pixels,
         "bucket": list(program.bucket.capacity),
-        "cut": program.cut,
         "attention": [program.backend.name, program.backend.version],
     }  # fmt: skip
 

@@ -230,22 +230,22 @@ def test_two_accelerators_encode_256_photographs_at_1_9_times_the_rate_of_one(ph
     folder = tiny.random_full_size("Qwen/Qwen2.5-VL-7B-Instruct", tmp_path / "checkpoint")
     originals = [PIL.Image.open(path).convert("RGB") for path in photos.values()]
     pictures = [originals[n % len(originals)].resize(size[::-1]) for n, size in enumerate(sizes(256, 0))]
-    rates = {}
-    for count in (1, 2):
+    rates, items = {}, []
+    for count in (2, 1):
         loaded = jaxvit.load(
             folder,
             dtype="bfloat16",
-            budgets=[256, 512, 1024, 2048, 4096],
+            budgets=[256, 1024, 4096],
             processor={"max_pixels": 4096 * 28**2},
             devices=jax.local_devices()[:count],
             store=tmp_path / "store",
         )
         loaded.warmup()
-        items = loaded.prepare(pictures)
-        on_device = min(seconds(lambda: loaded.encode(items, out_dtype=None).packed) for _ in range(5))  # noqa: B023
-        on_host = min(seconds(lambda: list(loaded.encode(items, out_dtype=None))) for _ in range(3))  # noqa: B023
+        items = items or loaded.prepare(pictures)
+        on_device = min(seconds(lambda: loaded.encode(items, out_dtype=None).packed) for _ in range(3))  # noqa: B023
+        on_host = min(seconds(lambda: list(loaded.encode(items, out_dtype=None))) for _ in range(2))  # noqa: B023
         rates[count] = 256 / on_device
-        print(f"{count}: {256 / on_device:.1f} images/s on the device, {256 / on_host:.1f} on the host")
+        print(f"{count}: {256 / on_device:.1f} images/s on the device, {256 / on_host:.1f} on the host", flush=True)
     assert rates[2] >= 1.9 * rates[1], rates
 
 

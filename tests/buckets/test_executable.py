@@ -11,11 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxvit.buckets import parts
-from jaxvit.buckets.executable import Program, pad
+from jaxvit.buckets.executable import Program, compile_program, pad
 from jaxvit.errors import CapacityError
 from jaxvit.models.family import Bucket, Buffer
-from tests.families import FAMILIES, encoder
+from tests.families import FAMILIES, encoder, relative
 
 PATCHES = 1792
 
@@ -26,31 +25,20 @@ def program(request: pytest.FixtureRequest) -> Program:
     return dispatcher.program(Bucket(PATCHES // 4, PATCHES, 32, 200, "xla"), "uint8")
 
 
-@pytest.fixture(params=["whole", "cut"])
-def cut(request: pytest.FixtureRequest, monkeypatch) -> None:
-    if request.param == "cut":  # on a CPU no program is
-        monkeypatch.setattr(parts, "place", lambda *_: "blocks.0")
-
-
-def texts(program: Program) -> list[str]:
-    """What is compiled, part by part."""
-    return [lowered.as_text() for lowered in program.lower_parts(jax.devices()[0])]
-
-
 def shapes_in(text: str) -> set[tuple[int, ...]]:
     """Every tensor shape of a lowered program."""
     return {tuple(map(int, found.split("x")[:-1])) for found in re.findall(r"tensor<((?:\d+x)+[a-z]\w*)>", text)}
 
 
-def test_no_buffer_of_patches_times_patches_but_in_dense(program: Program, cut):
+def test_no_buffer_of_patches_times_patches_but_in_dense(program: Program):
     square = lambda text: [shape for shape in shapes_in(text) if sum(extent >= PATCHES for extent in shape) > 1]  # noqa: E731
-    assert not any(square(text) for text in texts(program))
+    assert not square(program.lower(jax.devices()[0]).as_text())
     dense = replace(program, bucket=replace(program.bucket, attention="dense"))
-    assert all(square(text) for text in texts(dense)), "the search finds such a buffer where there is one"
+    assert square(dense.lower(jax.devices()[0]).as_text()), "the search finds such a buffer where there is one"
 
 
-def test_no_weight_is_a_constant_of_the_program(program: Program, cut):
-    text = "".join(texts(program))
+def test_no_weight_is_a_constant_of_the_program(program: Program):
+    text = program.lower(jax.devices()[0]).as_text()
     constants = re.findall(r"stablehlo\.constant dense<(?:\"0x|\[).*?> : tensor<((?:\d+x)+[a-z]\w*)>", text)
     sizes = [prod(map(int, found.split("x")[:-1])) for found in constants]
     assert sizes, "the normalisation table is one"
@@ -122,3 +110,31 @@ def test_a_nearly_empty_bucket_is_not_slower_than_a_full_one(name: str, attentio
             jax.block_until_ready(executable(dispatcher.weights[0], arrays))
             best[which] = min(best[which], time.perf_counter() - start)
     assert best[0] <= 1.3 * best[1]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_program_that_holds_its_result_computes_the_same_and_keeps_nan(name: str):
+    dispatcher, device = encoder(name).dispatcher, jax.devices()[0]
+    bucket = dispatcher.ladder.buckets[0]
+    plain, holding = (dispatcher.program(bucket, "float32") for _ in range(2))
+    assert not plain.holds_result, "on a CPU none does"
+    vars(holding)["holds_result"] = True
+    arrays = dispatcher.program(bucket, "uint8").fill(dispatcher.family.example(bucket))
+    assert arrays["pixels"] is not None
+    pixels = arrays["pixels"].astype(np.float32) / 255
+    pixels[5] = np.inf
+    arrays |= {"pixels": pixels}
+    if "pixels_second" in arrays:
+        arrays["pixels_second"] = np.zeros_like(pixels)
+    runs = (compile_program(program, device)(dispatcher.weights[0], arrays) for program in (plain, holding))
+    (expected, finite), (found, also_finite) = ((np.asarray(rows), np.asarray(flags)) for rows, flags in runs)
+    assert 0 < np.isnan(expected).any(1).sum() < len(expected)
+    assert np.array_equal(np.isnan(expected), np.isnan(found))
+    assert relative(np.nan_to_num(found), np.nan_to_num(expected)) <= 1e-6
+    assert np.array_equal(finite, also_finite)
+
+
+def test_small_buckets_hold_their_result_on_a_gpu(program: Program):
+    small, large = (replace(program, platform="cuda", bucket=Bucket(n // 4, n, 8, 8, "xla")) for n in (1024, 2048))
+    assert small.holds_result
+    assert not large.holds_result

@@ -23,9 +23,7 @@ def call(name: str, executable: Executable) -> tuple[list[jax.Array], list[jax.A
 
 
 def fresh(executable: Executable) -> Executable:
-    return Executable(
-        executable.program, [part.compiled for part in executable.parts], executable.device, 0.0, "compiled"
-    )
+    return Executable(executable.program, executable.compiled, executable.device, 0.0, "compiled")
 
 
 def broken(arguments: object) -> list[jax.Array]:
@@ -51,9 +49,8 @@ def test_a_launch_gives_the_arrays_of_jaxs_own_call(name: str):
     executable = fresh(dispatcher.executable(dispatcher.ladder.buckets[0]))
     weights, placed = call(name, executable)
     found = executable.run(weights, placed)
-    [part] = executable.parts
-    assert part._launched, "this JAX offers the short way"
-    assert_same(found, part.compiled(weights, *placed))
+    assert executable._launched, "this JAX offers the short way"
+    assert_same(found, executable.compiled(weights, *placed))
     with ThreadPoolExecutor(4) as pool:
         for each in pool.map(lambda _: executable.run(weights, placed), range(16)):
             assert_same(each, found)
@@ -67,7 +64,7 @@ def test_an_executable_from_the_store_is_launched_too(tmp_path):
     assert loaded.source == "store"
     weights, placed = call("lfm2_vl", loaded)
     found = loaded.run(weights, placed)
-    assert loaded.parts[0]._launched
+    assert loaded._launched
     assert_same(found, dispatcher.executable(program.bucket).run(weights, placed))
 
 
@@ -96,10 +93,9 @@ def test_a_launch_that_never_worked_gives_way_to_jaxs_own_call():
     executable = fresh(dispatcher.executable(dispatcher.ladder.buckets[0]))
     weights, placed = call("kimi_k25", executable)
     expected = executable.run(weights, placed)
-    [part] = executable.parts
-    part._launched, part._launch = False, broken
+    executable._launched, executable._launch = False, broken
     assert_same(executable.run(weights, placed), expected)
-    assert part._launch is None
+    assert executable._launch is None
 
 
 def test_a_launch_that_worked_before_raises_its_error():
@@ -107,6 +103,6 @@ def test_a_launch_that_worked_before_raises_its_error():
     executable = fresh(dispatcher.executable(dispatcher.ladder.buckets[0]))
     weights, placed = call("kimi_k25", executable)
     executable.run(weights, placed)
-    executable.parts[0]._launch = broken
+    executable._launch = broken
     with pytest.raises(RuntimeError, match="no such thing"):
         executable.run(weights, placed)

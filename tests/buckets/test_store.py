@@ -69,7 +69,7 @@ DAMAGE = {
     "empty": (lambda data: b"", "header"),
     "foreign": (lambda data: b"not an entry", "header"),
     "shifted": (lambda data: b"\x80\x04" + data, "header"),
-    "another format": (lambda data: data.replace(b'"format":2', b'"format":9'), "something else"),
+    "another format": (lambda data: data.replace(b'"format":1', b'"format":9'), "something else"),
     "another key": (lambda data: data.replace(b'"dtype":"float32"', b'"dtype":"float16"'), "something else"),
 }
 

@@ -113,7 +113,7 @@ def probed(name: str, program: Program, used: int, filling: float) -> Executable
         padding = jnp.arange(value.shape[0]) >= used
         return jnp.where(padding[:, None], jnp.asarray(filling, value.dtype), value) if tap == "patch_embed" else value
 
-    return Executable(program, [program.lower(device, probe).compile()], device, 0.0, "compiled")
+    return Executable(program, program.lower(device, probe).compile(), device, 0.0, "compiled")
 
 
 def poisoned(program: Program, pieces: list[Piece]) -> dict[str, np.ndarray | None]:
@@ -177,7 +177,7 @@ def test_a_non_finite_piece_is_reported_and_leaves_its_neighbours_alone(name: st
     for attention in BACKENDS:
         program = replace_attention(program, attention)
         compiled = program.lower(dispatcher.devices[0], probe).compile()
-        executable = Executable(program, [compiled], dispatcher.devices[0], 0.0, "compiled")
+        executable = Executable(program, compiled, dispatcher.devices[0], 0.0, "compiled")
         rows, finite = executable(dispatcher.weights[0], program.fill(pieces))
         ends = np.cumsum([piece.tokens for piece in pieces])
         flags = np.split(np.asarray(finite), ends)[:-1]
