@@ -71,7 +71,7 @@ class Projector(nnx.Module):
         self.out_proj = Linear(merged, config.text_hidden_size)
 
     def __call__(self, x: Float[Array, "tokens cell hidden"]) -> Float[Array, "tokens width"]:
-        merged = self.pre_norm(x).reshape(x.shape[0], -1)
+        merged = self.pre_norm(x.reshape(-1, x.shape[-1])).reshape(x.shape[0], -1)
         return self.out_proj(self.activation(self.in_proj(merged)))
 
 
