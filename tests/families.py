@@ -31,9 +31,15 @@ def encoder(name: str, dtype: str = "float32") -> jaxvit.Encoder:
     return jaxvit.load(checkpoint(name), dtype=dtype, budgets=BUDGETS, store=False)
 
 
+def copied(name: str, folder: Path) -> Path:
+    """A copy of a family's tiny checkpoint. Another process of the test run may be writing the original just now; what
+    it writes to begins with a dot and takes the file's name when it is whole."""
+    return Path(shutil.copytree(checkpoint(name), folder, ignore=shutil.ignore_patterns(".*"), dirs_exist_ok=True))
+
+
 def reweighted(name: str, folder: Path, pattern: str, change: Callable[[np.ndarray], np.ndarray]) -> Path:
     """A copy of a family's tiny checkpoint in which the tensors of that name are changed."""
-    shutil.copytree(checkpoint(name), folder)
+    copied(name, folder)
     found = 0
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)

@@ -10,17 +10,6 @@ from typing import Any
 
 MULTIPROCESSORS = 132
 """Blocks of threads of a persistent grid: the multiprocessors of an H100 or H200."""
-EARLY = True
-"""Kernels are launched before the one in front of them is done (programmatic dependent launch)."""
-
-
-def begin() -> None:
-    """First thing in a kernel: lets the next one be launched, and waits until what this one reads has been written."""
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-
-    if EARLY:
-        plgpu.griddepcontrol_launch_dependents()
-        plgpu.griddepcontrol_wait()
 
 
 def _barrier(operation: str, index: Any, threads: int) -> None:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jaxvit.layers.hopper import begin
 from jaxvit.layers.kernels import allowed
 
 ROWS = 4
@@ -82,7 +81,6 @@ def _rows(x: Array, vectors: list[Array], normal: Any, name: str) -> Array:
         return lax.broadcast_in_dim(vector, (ROWS, width), [1])
 
     def body(source: Any, *refs: Any) -> None:
-        begin()
         *vectors, out = refs
         mine = pl.ds(lax.axis_index("block") * ROWS, ROWS)
         wide = plgpu.load(source.at[mine], layout=layout, optimized=False).astype(jnp.float32)

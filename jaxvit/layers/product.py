@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jaxvit.layers.hopper import MULTIPROCESSORS, arrive, begin, sync
+from jaxvit.layers.hopper import MULTIPROCESSORS, arrive, sync
 from jaxvit.layers.kernels import allowed
 
 ROWS = 128
@@ -98,7 +98,6 @@ def product(
         return jnp.asarray(value, jnp.int32)
 
     def body(*refs: Any) -> None:
-        begin()
         x_all, kernel_all, bias_all, *rest = refs
         tables_all, (out, xs, kernels, outs, biases, here, bias_here) = rest[: len(tables)], rest[len(tables) :]
         group, processor = lax.axis_index("group"), lax.axis_index("processor")

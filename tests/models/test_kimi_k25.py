@@ -28,7 +28,7 @@ from jaxvit.models.kimi_k25.module import VisionTower, time_table
 from jaxvit.reference import Reference
 from jaxvit.weights import manifests
 from jaxvit.weights.load import load_parameters
-from tests.families import checkpoint, clip, encoder, picture, relative
+from tests.families import clip, copied, encoder, picture, relative
 
 FULL = manifests.load("moonshotai--Kimi-K2.5").files
 
@@ -298,7 +298,7 @@ SHARPER = {"wqkv": 8, "pos_emb": 16, "mlp.fc0": 16}
 def sharp(tmp_path_factory: pytest.TempPathFactory) -> tuple[jaxvit.Encoder, Reference]:
     """A tiny tower in which a wrong position, segment or activation shows, in float32, and its reference."""
     folder = tmp_path_factory.mktemp("sharp")
-    shutil.copytree(checkpoint("kimi_k25"), folder, dirs_exist_ok=True)
+    copied("kimi_k25", folder)
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         for name, tensor in tensors.items():
@@ -355,7 +355,7 @@ def test_a_clip_of_eleven_frames_is_three_chunks_and_agrees_with_the_reference(s
 
 @pytest.mark.reference
 def test_the_projector_s_activation_and_epsilon_are_the_configuration_s(tmp_path: Path):
-    shutil.copytree(checkpoint("kimi_k25"), tmp_path, dirs_exist_ok=True)
+    copied("kimi_k25", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["vision_config"] |= {"projector_hidden_act": "relu", "projector_ln_eps": 0.1}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from jaxvit.models.lfm2_vl.config import Config
 from jaxvit.weights import manifests
 from jaxvit.weights.files import read_config_files
 from jaxvit.weights.load import load_parameters
-from tests.families import checkpoint, encoder, picture, relative
+from tests.families import checkpoint, copied, encoder, picture, relative
 
 NAMES = ("lfm2_vl", "lfm2_5_vl")
 GRIDS = [(16, 16), (10, 100), (6, 100), (32, 32), (2, 2), (100, 6), (14, 20)]
@@ -136,7 +135,7 @@ def test_both_spellings_of_the_model_type_are_this_family(spelling: str):
 
 def rewritten(name: str, folder: Path, change: Any, **config: Any) -> Path:
     """A copy of a tiny checkpoint: ``change`` takes and returns the tensors, fields of config.json are replaced."""
-    shutil.copytree(checkpoint(name), folder)
+    copied(name, folder)
     with safe_open(folder / "model.safetensors", "numpy") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     save_file(change(tensors), folder / "model.safetensors")

@@ -27,7 +27,7 @@ from jaxtyping import Array
 from jaxvit.layers.attention import windows
 from jaxvit.layers.attention.cudnn import capability
 from jaxvit.layers.attention.segments import TILE, Metadata, Ranges, copied_ranges, tile_ranges
-from jaxvit.layers.hopper import MULTIPROCESSORS, arrive, begin, sync
+from jaxvit.layers.hopper import MULTIPROCESSORS, arrive, sync
 from jaxvit.layers.rope import Rotation, rotate, widened
 
 OLDEST_JAX = (0, 11)
@@ -163,7 +163,6 @@ def flash(
         return jnp.asarray(value, jnp.int32)
 
     def body(q_all, k_all, v_all, starts_all, ends_all, ranges, out, qs, ks, vs, outs, q_here, k_here, v_here):
-        begin()
         group = lax.axis_index("group")
 
         def range_of(index: Array) -> tuple[Array, ...]:

@@ -22,7 +22,6 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxvit.layers.attention.segments import TILE, tile_ranges
-from jaxvit.layers.hopper import begin
 
 HEADS = 4
 """Heads of a block of threads: the tile's ranges, cosines and sines are read once for all of them."""
@@ -65,7 +64,6 @@ def attend(qkv: Array, cos: Array, sin: Array, starts: Array, ends: Array, scale
         return jnp.asarray(value, jnp.int32)
 
     def body(source, cosines, sines, starts_all, ends_all, ranges, out, qs, ks, vs, outs, q_here, k_here, v_here):
-        begin()
         tile, first_head = lax.axis_index("tile"), lax.axis_index("heads") * group
         least_start, greatest_start, least_end, greatest_end = (ranges[tile, each] for each in range(4))
         low, high = lax.div(least_start, integer(TILE)), lax.div(greatest_end + (TILE - 1), integer(TILE))
