@@ -8,10 +8,11 @@ squared segment lengths gives the bucket's constant and slope. A bucket that cos
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ DENSE_SCORES = 2 * 2**30
 LOST = 2.0
 """A backend this many times slower than the best is not tried on larger buckets, from ``LOST_FROM`` patches on."""
 LOST_FROM = 1024
+THREADS = 16
+"""That compile at once."""
 SAME = 0.02
 """Buckets whose calls differ by no more than this cost the same."""
 SIZES = (
@@ -142,14 +145,20 @@ def tune(
 
     measured: list[Measured] = []
     lost: set[str] = set()
-    for bucket in candidates:
+    pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
+    note(f"compiling the attention of {len(candidates.buckets)} buckets")
+    trials = [_trial(encoder, bucket, pool) for bucket in candidates]
+    while trials:
+        trial = trials.pop(0)  # and with it, its arrays on the device
+        one = trial.measured
         if measured and late(0.5):
-            measured.append(Measured(replace(bucket, attention=measured[-1].bucket.attention)))
-            continue
-        note(f"{time.monotonic() - begun:.0f} s: attention of {bucket.tokens} tokens")
-        one = Measured(bucket)
-        _attention_alone(encoder, one, lost)
+            one.attention.clear()
+            one.bucket = replace(one.bucket, attention=measured[-1].bucket.attention)
+        else:
+            note(f"{time.monotonic() - begun:.0f} s: attention of {one.bucket.tokens} tokens")
+            _choose(trial, lost)
         measured.append(one)
+    pool.shutdown(cancel_futures=True)
     _build(encoder, measured, note)
     for one in reversed(measured):
         if one.dropped is None and late(1.0):
@@ -190,41 +199,51 @@ def _slug(text: str) -> str:
 # Attention alone
 
 
-def _attention_alone(encoder: Encoder, one: Measured, lost: set[str]) -> None:
-    """Times every backend and puts the fastest into the bucket."""
-    bucket, platform = one.bucket, encoder.dispatcher.devices[0].platform
-    names = []
+@dataclass
+class _Trial:
+    """One bucket's attention, each backend being compiled."""
+
+    measured: Measured
+    alone: Alone
+    ready: dict[str, Future[Any]]
+
+
+def _trial(encoder: Encoder, bucket: Bucket, pool: ThreadPoolExecutor) -> _Trial:
+    """Every backend that can run the bucket, handed to the pool."""
+    one, platform = Measured(bucket), encoder.dispatcher.devices[0].platform
+    alone = Alone(encoder, bucket, [p for parts in (PARTS[0], PARTS[2]) if (p := _filled(encoder, bucket, parts))])
+    ready = {}
     for name, backend in attention.BACKENDS.items():
         scores = 4.0 * bucket.patches**2 * tower_of(encoder.family).heads
         reason = backend.why_not(platform, encoder.dtype)
         if reason is None and name == "dense" and scores > DENSE_SCORES:
             reason = "its scores are too large"
-        if reason is None and name in lost:
-            reason = "lost on a smaller bucket"
         if reason is None:
-            names.append(name)
+            ready[name] = pool.submit(alone.prepare, name)
         else:
             one.attention[name] = reason
-    alone = Alone(encoder, bucket, [p for parts in (PARTS[0], PARTS[2]) if (p := _filled(encoder, bucket, parts))])
-    with ThreadPoolExecutor(len(names) or 1) as pool:
-        ready = {name: pool.submit(alone.prepare, name) for name in names}
-    for name, prepared in ready.items():
+    return _Trial(one, alone, ready)
+
+
+def _choose(trial: _Trial, lost: set[str]) -> None:
+    """Times a bucket's backends and puts the fastest into it. Those that lost before are tried if no other runs."""
+    one, times = trial.measured, dict[str, float]()
+    for name in sorted(trial.ready, key=lambda name: name in lost):  # those that lost come last
+        if name in lost and times.keys() - lost:
+            one.attention[name] = "lost on a smaller bucket"
+            continue
         try:
-            one.attention[name] = alone.milliseconds(prepared.result())
+            one.attention[name] = times[name] = trial.alone.milliseconds(trial.ready[name].result())
         except Exception as error:
-            log.warning("tune: %s at %d tokens", name, bucket.tokens, exc_info=True)
+            log.warning("tune: %s at %d tokens", name, one.bucket.tokens, exc_info=True)
             one.attention[name] = f"{type(error).__name__}: {error}"[:200]
-    times = {name: value for name, value in one.attention.items() if isinstance(value, float)}
-    if not times and lost:
-        lost.clear()
-        return _attention_alone(encoder, one, lost)
     if not times:
         one.dropped = "no attention backend ran"
         return
     best = min(times, key=lambda name: times[name])
-    if bucket.patches >= LOST_FROM:
+    if one.bucket.patches >= LOST_FROM:
         lost |= {name for name, value in times.items() if value > LOST * times[best]}
-    one.bucket = replace(bucket, attention=best)
+    one.bucket = replace(one.bucket, attention=best)
 
 
 def _filled(encoder: Encoder, bucket: Bucket, parts: int) -> tuple[Piece, ...] | None:

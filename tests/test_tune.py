@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from flax import nnx
 
 import jaxvit
 from jaxvit import cli, guides, paths, tune
 from jaxvit.bench import clock
-from jaxvit.buckets import ladder
+from jaxvit.bench.alone import Alone
+from jaxvit.buckets import executable, ladder
 from jaxvit.buckets.ladder import from_budgets, from_file
 from jaxvit.layers import attention
+from jaxvit.layers.fuse import Weights, parameter_shapes
 from jaxvit.models.family import Bucket
 from tests.families import checkpoint, encoder
 
@@ -183,15 +187,31 @@ def test_a_backend_that_fails_is_named_and_not_taken(monkeypatch: pytest.MonkeyP
     assert found.ladder.buckets[0].attention == "dense"
 
 
-def test_a_backend_that_lost_clearly_is_not_tried_on_larger_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_lost_clearly_is_not_tried_on_larger_buckets() -> None:
     known = encoder("lfm2_5_vl")
-    one = tune.Measured(from_budgets(known.family, [64], platform="cpu").buckets[0])
-    tune._attention_alone(known, one, {"dense"})
-    assert one.attention["dense"] == "lost on a smaller bucket"
-    assert one.bucket.attention == "xla"
-    tune._attention_alone(known, one, lost := {"dense", "xla"})  # unless no other is left
-    assert isinstance(one.attention["dense"], float)
-    assert not lost
+    bucket = from_budgets(known.family, [64], platform="cpu").buckets[0]
+    with ThreadPoolExecutor(2) as pool:
+        trial = tune._trial(known, bucket, pool)
+        tune._choose(trial, {"dense"})
+        assert trial.measured.attention["dense"] == "lost on a smaller bucket"
+        assert trial.measured.bucket.attention == "xla"
+        tune._choose(trial, {"dense", "xla"})
+        assert all(isinstance(trial.measured.attention[name], float) for name in ("dense", "xla")), "no other is left"
+
+
+def test_attention_alone_has_the_head_dim_of_a_projection_cut_by_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = encoder("kimi_k25")
+    bucket = known.ladder.buckets[0]
+    cut = Weights.of(
+        parameter_shapes(nnx.eval_shape(known.family.module)), (*known.family.widenings(), *known.family.by_head())
+    )
+    plain = Alone(known, bucket, [known.family.example(bucket)])
+    monkeypatch.setattr(executable, "weights_of", lambda *_: cut)
+    alone = Alone(known, bucket, [known.family.example(bucket)])
+    heads = known.family.config.num_attention_heads
+    assert plain.inputs[0].shape == (bucket.patches, 3, heads, known.family.config.head_dim)
+    assert alone.inputs[0].shape == (bucket.patches, 3, heads, 2 * known.family.widenings()[2].padded)
+    assert alone.inputs[1] is not None, "on a CPU the product does not rotate"
 
 
 def test_a_bucket_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,10 +237,10 @@ def test_when_time_is_over_buckets_take_the_last_winner_and_what_is_not_measured
 ) -> None:
     now = 0.0
 
-    def alone(encoder: jaxvit.Encoder, one: tune.Measured, lost: set[str]) -> None:
+    def choose(trial: tune._Trial, lost: set[str]) -> None:
         nonlocal now
         now += 6.0
-        one.bucket = replace(one.bucket, attention="xla")
+        trial.measured.bucket = replace(trial.measured.bucket, attention="xla")
 
     def calls(encoder: jaxvit.Encoder, bucket: Bucket) -> list[tuple[float, float]]:
         nonlocal now
@@ -228,7 +248,7 @@ def test_when_time_is_over_buckets_take_the_last_winner_and_what_is_not_measured
         return [(1.0, 1.0 * bucket.tokens)]
 
     monkeypatch.setattr(tune.time, "monotonic", lambda: now)
-    monkeypatch.setattr(tune, "_attention_alone", alone)
+    monkeypatch.setattr(tune, "_choose", choose)
     monkeypatch.setattr(tune, "_calls", calls)
     monkeypatch.setattr(tune, "_build", lambda *_: None)
     known = encoder("lfm2_5_vl")

@@ -1,4 +1,5 @@
-"""Attention alone, from the fused projection, rotation included: what a backend takes for all of a tower's blocks."""
+"""Attention alone, from the fused projection: what a backend takes for all of a tower's blocks, with the rotation where
+the projection does not rotate."""
 
 from __future__ import annotations
 
@@ -14,12 +15,15 @@ import numpy as np
 from jaxvit.bench.clock import timed
 from jaxvit.buckets.executable import compiler_options, own_settings
 from jaxvit.encoder import Encoder
-from jaxvit.layers import attention
+from jaxvit.layers import attention, qkv
+from jaxvit.layers.kernels import kernels_for
 from jaxvit.models.family import Bucket, Piece
 from jaxvit.reference.tower import tower_of
 
 REPEAT, REPEAT_TO = 8, 4096
 """Times that attention runs inside one program, up to so many patches: alone, it is shorter than issuing a call."""
+SOME = 1024
+"""Random rows, repeated."""
 PATIENCE = 0.2
 """Seconds of a measurement."""
 
@@ -49,14 +53,18 @@ class Alone:
         self.encoder, self.bucket, self.loads = encoder, bucket, loads
         self.device, self.tower = encoder.dispatcher.devices[0], tower_of(encoder.family)
         self.repeat = REPEAT if bucket.patches <= REPEAT_TO else 1
-        weights = encoder.dispatcher.program(bucket, "uint8").weights
-        width = dict(weights.matrices)[f"blocks.0.{self.tower.qkv}.kernel"][1]  # with the head dim as it is padded
-        shape = (bucket.patches, 3, self.tower.heads, width // (3 * self.tower.heads))
+        program = encoder.dispatcher.program(bucket, "uint8")
+        kernel = dict(program.weights.matrices)[f"blocks.0.{self.tower.qkv}.kernel"]
+        heads, rows = 3 * self.tower.heads, bucket.patches
+        dim = kernel[1] if len(kernel) == 3 else kernel[1] // heads  # as it is padded
+        with kernels_for(self.device.platform, encoder.dtype):
+            rotated = len(kernel) == 3 and qkv.rotates(rows, kernel) > 0
         generator = np.random.default_rng(0)
-        qkv = generator.standard_normal(shape, np.float32).astype(jnp.dtype(encoder.dtype))
-        angles = generator.uniform(0, 6, (bucket.patches, encoder.family.config.head_dim // 2)).astype(np.float32)
-        rotation = (np.cos(angles), np.sin(angles)) if self.tower.angles else None
-        self.inputs = jax.device_put((qkv, rotation), self.device)
+        some = generator.standard_normal((min(rows, SOME), 3, self.tower.heads, dim), np.float32)
+        random = np.resize(some.astype(jnp.dtype(encoder.dtype)), (rows, *some.shape[1:]))
+        angles = generator.uniform(0, 6, (rows, encoder.family.config.head_dim // 2)).astype(np.float32)
+        rotation = (np.cos(angles), np.sin(angles)) if self.tower.angles and not rotated else None
+        self.inputs = jax.device_put((random, rotation), self.device)
 
     def prepare(self, name: str) -> list[Prepared]:
         """Compiles a backend for each segment set. Several may be prepared at once, in threads."""

@@ -33,9 +33,8 @@ Put = Callable[[int, Array], None]
 """``put(start, values)``: writes columns of the result's tile."""
 
 
-def fits(x: Array, outputs: int, columns: int) -> bool:
+def fits(rows: int, inputs: int, outputs: int, columns: int) -> bool:
     """Whether the kernel may be used here, and the operands are whole tiles."""
-    rows, inputs = x.shape
     return allowed() and rows % ROWS == 0 and inputs % DEPTH == 0 and outputs % columns == 0
 
 

@@ -30,9 +30,8 @@ def project(
     kernel, bias = layer.kernel[...], layer.bias
     if kernel.ndim == 2:
         return layer(x).reshape(x.shape[0], 3, heads, -1), turn
-    together, dim, inputs = kernel.shape
-    count = tile_heads(together, dim)
-    if bias is not None and count and fits(x, together, count) and fills(x.shape[0], together // count):
+    _, dim, inputs = kernel.shape
+    if bias is not None and (count := rotates(x.shape[0], kernel.shape)):
         cos, sin = widened(turn, dim // 2)
         y = turned(x, kernel, bias[...], cos, sin, heads=heads, count=count)
         return y.reshape(x.shape[0], 3, heads, dim), None
@@ -41,6 +40,17 @@ def project(
     y = lax.dot_general(x, flat, dims, precision=precision(x.dtype), preferred_element_type=x.dtype)
     y = y if bias is None else y + bias[...].astype(y.dtype)
     return y.reshape(x.shape[0], 3, heads, dim), turn
+
+
+def rotates(rows: int, kernel: tuple[int, ...]) -> int:
+    """Heads of a tile if the product of so many rows rotates in its last step here, else 0.
+
+    Args:
+        kernel: its shape, cut by heads.
+    """
+    together, dim, inputs = kernel
+    count = tile_heads(together, dim)
+    return count if count and fits(rows, inputs, together, count) and fills(rows, together // count) else 0
 
 
 def tile_heads(together: int, dim: int) -> int:
