@@ -27,6 +27,7 @@ NEXT := $(VENVS)/next/bin/python
 
 demo: $(VENVS)/demo/.made
 	$(VENVS)/demo/bin/jaxvit demo $(ARGS)
+	@echo "A picture of your own: $(VENVS)/demo/bin/jaxvit show weights/tiny/qwen2_5_vl photo.jpg -o map.png"
 
 test: $(VENVS)/full/.made
 	JAXVIT_FULL=1 $(FULL) -m pytest $(SPREAD) $(ARGS)
@@ -68,7 +69,7 @@ define environment
 endef
 
 $(VENVS)/demo/.made: pyproject.toml constraints.txt
-	$(call environment,demo,$(PYTHON),,3.11 or later,PYTHON,about a minute)
+	$(call environment,demo,$(PYTHON),[plots],3.11 or later,PYTHON,about a minute)
 
 $(VENVS)/full/.made: pyproject.toml constraints.txt
 	$(call environment,full,$(PYTHON),[compare$(,)video$(,)plots$(,)ray$(,)test$(,)lint],3.11 or later,PYTHON,minutes: torch is large)

@@ -1,7 +1,7 @@
 """Ours beside the PyTorch reference: PyTorch | exact shapes | bucketed, with the gap of the pixels apart.
 
 Both encoders get identical uint8 pixels, ours, so that their gap holds nothing of the preprocessing; whether the
-reference's processor makes the same pixels is counted beside it. The bounds are those of the design:
+reference's processor makes the same pixels is counted beside it. The bounds:
 
 - float32: relative RMS at most 1e-5, or twice the reference's own float32 error against float64 if that is more;
 - bfloat16: our error against the float32 reference at most 1.5 times the bfloat16 reference's for an item, and at most
@@ -152,8 +152,8 @@ class Report:
     def summary(self) -> str:
         """One line."""
         good = sum(item.ok for item in self.items)
-        pool = f", pooled {self.pooled:.2f} of the reference's own error" if self.pooled is not None else ""
-        pool += "" if self.pooled_ok else f" (at most {POOLED})"
+        pool = f"; error over all items {self.pooled:.2f} x the reference's own" if self.pooled is not None else ""
+        pool += "" if self.pooled_ok else f", more than {POOLED}"
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return f"{good} of {len(self.items)} items equal the reference{pool} ({versions})"
 

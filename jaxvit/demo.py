@@ -130,7 +130,8 @@ class Result:
         return (
             f"{passed} of {len(self.rows)} items within a relative RMS of {BOUND:g}, in compiled buckets on "
             f"{jax.devices()[0].device_kind} (jax {jax.__version__}).\n"
-            f"Reference: {self.reference}, {how}. The checkpoints are tiny and their weights random."
+            f"Reference: {self.reference}, {how}.\n"
+            f"The checkpoints are tiny and their weights random: {tiny.tiny_folder()}"
         )
 
 

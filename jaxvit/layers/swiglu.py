@@ -27,8 +27,9 @@ def swiglu(x: Float[Array, "rows inputs"], gate: Linear, up: Linear) -> Float[Ar
     if kernel.ndim == 2:
         return jax.nn.silu(gate(x)) * up(x)
     bias = None if gate.bias is None else gate.bias[...]
-    whole = kernel.shape[2] == COLUMNS and fits(*x.shape, COLUMNS, COLUMNS)
-    if bias is not None and whole and fills(x.shape[0], 2 * len(kernel)):
+    rows, inputs = x.shape
+    whole = kernel.shape[2] == COLUMNS and fits(rows, inputs, COLUMNS, COLUMNS)
+    if bias is not None and whole and fills(rows, 2 * len(kernel)):
         return joined(x, kernel, bias)
     return joined_plain(x, kernel, bias)
 
