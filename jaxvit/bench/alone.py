@@ -16,7 +16,7 @@ from jaxvit.bench.clock import timed
 from jaxvit.buckets.executable import compiler_options, own_settings
 from jaxvit.encoder import Encoder
 from jaxvit.layers import attention, qkv
-from jaxvit.layers.kernels import kernels_for
+from jaxvit.layers.hopper import kernels_for
 from jaxvit.models.family import Bucket, Piece
 from jaxvit.reference.tower import tower_of
 

@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxvit.buckets.launch import launcher, own_settings
 from jaxvit.errors import CapacityError
-from jaxvit.layers import attention, kernels
+from jaxvit.layers import attention, hopper
 from jaxvit.layers.fuse import Pairing, Weights, bind, parameter_shapes
 from jaxvit.layers.pixels import normalise
 from jaxvit.models.family import Bucket, Buffer, Family, Piece, Probe, Rows, no_probe
@@ -123,7 +123,7 @@ class Program:
             return probe(name, value)
 
         module = bind(self.module, self.weights.unpack(weights))
-        with kernels.kernels_for(self.platform, self.dtype):
+        with hopper.kernels_for(self.platform, self.dtype):
             out = module(named, {reach: attend(reach) for reach in self.family.segment_sets}, watched)
         out = out[: self.bucket.tokens]  # patches are rounded up to the kernel's block, and so may be the tokens
         if room is not None:  # NaN where the embeddings are NaN
@@ -166,7 +166,7 @@ def weights_of(family: Family, module: nnx.Module, platform: str, dtype: str) ->
     """How the family's parameters lie in the arguments on a platform. A CPU gains nothing by padding."""
     widenings = () if platform == "cpu" else family.widenings()
     pairings: tuple[Pairing, ...] = ()
-    if kernels.why_not(platform, dtype) is None:
+    if hopper.why_not(platform, dtype) is None:
         widenings, pairings = (*widenings, *family.by_head()), family.pairings()
     return Weights.of(parameter_shapes(module), widenings, pairings, biases=platform != "cpu" and dtype != "float32")
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxvit.layers import norm_kernel
+from jaxvit.layers.hopper import norms
 
 
 class LayerNorm(nnx.Module):
@@ -26,8 +26,8 @@ class LayerNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((width,), jnp.float32))
 
     def __call__(self, x: Float[Array, "... width"], contain: bool = False) -> Float[Array, "... width"]:
-        if norm_kernel.suits(x):
-            return norm_kernel.layer_norm(x, self.scale[...], self.bias[...], self.eps, contain)
+        if norms.suits(x):
+            return norms.layer_norm(x, self.scale[...], self.bias[...], self.eps, contain)
         wide = x.astype(jnp.float32)
         centred = wide - wide.mean(-1, keepdims=True)
         root = inverse_root(jnp.square(centred).mean(-1, keepdims=True), self.eps)
@@ -43,8 +43,8 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
 
     def __call__(self, x: Float[Array, "... width"], contain: bool = False) -> Float[Array, "... width"]:
-        if norm_kernel.suits(x):
-            return norm_kernel.rms_norm(x, self.scale[...], self.eps, contain)
+        if norms.suits(x):
+            return norms.rms_norm(x, self.scale[...], self.eps, contain)
         wide = x.astype(jnp.float32)
         root = inverse_root(jnp.square(wide).mean(-1, keepdims=True), self.eps)
         y = wide * root

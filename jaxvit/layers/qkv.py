@@ -13,8 +13,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxvit.layers.attention.windows import rotated
+from jaxvit.layers.hopper.product import Part, Put, fills, fits, product
 from jaxvit.layers.linear import Linear, precision
-from jaxvit.layers.product import Part, Put, fills, fits, product
 from jaxvit.layers.rope import Rotation, widened
 
 WIDEST = 256

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxvit.layers.hopper.product import Part, Put, fills, fits, product
 from jaxvit.layers.linear import Linear, precision
-from jaxvit.layers.product import Part, Put, fills, fits, product
 
 COLUMNS = 128
 """Columns of a tile: of gate, and of up."""

@@ -71,7 +71,7 @@ def test_two_layers_are_joined_where_the_kernel_runs_and_only_in_whole_tiles(mon
     module = nnx.eval_shape(family.module)
     for platform, dtype in (("cpu", "bfloat16"), ("cuda", "float32")):
         assert not weights_of(family, module, platform, dtype).joined
-    monkeypatch.setattr(executables.kernels, "why_not", lambda platform, dtype: None)
+    monkeypatch.setattr(executables.hopper, "why_not", lambda platform, dtype: None)
     joined = weights_of(family, module, "cuda", "bfloat16").joined
     assert len(joined) == 2 * family.config.depth
     assert joined[0][:2] == ("blocks.0.mlp.gate_proj.bias", "blocks.0.mlp.up_proj.bias")
@@ -120,7 +120,7 @@ def test_packed_vectors_come_back_bit_by_bit(dtype: type, monkeypatch):
 
 
 def test_biases_are_packed_on_an_accelerator_in_half_precision(monkeypatch):
-    monkeypatch.setattr(executables.kernels, "why_not", lambda platform, dtype: "not here")
+    monkeypatch.setattr(executables.hopper, "why_not", lambda platform, dtype: "not here")
     family = encoder("kimi_k25").family
     module = nnx.eval_shape(family.module)
     assert weights_of(family, module, "cuda", "bfloat16").biases

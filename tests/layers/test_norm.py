@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxvit.layers import norm_kernel
-from jaxvit.layers.kernels import kernels_for
+from jaxvit.layers.hopper import kernels_for, norms
 from jaxvit.layers.norm import LayerNorm, RMSNorm, inverse_root
 
 
@@ -75,7 +74,7 @@ def test_a_compiled_norm_contains_rows_that_are_not_finite_and_shows_them_elsewh
         if kind is LayerNorm:
             norm.bias = nnx.Param(packed[2 * width :])
         with kernels_for("cuda", "bfloat16") if kernel else nullcontext():
-            assert norm_kernel.suits(x) == (kernel and rows >= norm_kernel.LEAST_ROWS)
+            assert norms.suits(x) == (kernel and rows >= norms.LEAST_ROWS)
             return norm(x, contain=contain)
 
     wide = x.astype(np.float64)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxvit.layers import qkv
 from jaxvit.layers.fuse import ByHead
-from jaxvit.layers.kernels import kernels_for
+from jaxvit.layers.hopper import kernels_for
 from jaxvit.layers.linear import Linear
 from jaxvit.layers.rope import rotate
 

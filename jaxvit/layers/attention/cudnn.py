@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from functools import cache
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -17,6 +16,7 @@ from jaxtyping import Array
 
 from jaxvit.errors import LadderError
 from jaxvit.layers.attention.segments import Metadata
+from jaxvit.layers.hopper import capability
 from jaxvit.models.family import Buffer
 
 ENTRY = "jax._src.cudnn.fused_attention_stablehlo"
@@ -35,14 +35,6 @@ def _entry() -> tuple[object | None, str | None]:
     if missing:
         return None, f"{ENTRY} of this jax takes no {', '.join(sorted(missing))}"
     return module, None
-
-
-def capability(platform: str) -> float:
-    """Compute capability of the platform's first device, 0 where it has none."""
-    try:
-        return float(getattr(jax.local_devices(backend=platform)[0], "compute_capability", 0) or 0)
-    except (RuntimeError, ValueError):
-        return 0.0
 
 
 class Cudnn:

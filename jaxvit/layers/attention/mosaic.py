@@ -14,7 +14,6 @@ q, k and v are read in place: they may be heads of one array.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from jaxvit.layers import hopper
 from jaxvit.layers.attention import windows
-from jaxvit.layers.attention.cudnn import capability
 from jaxvit.layers.attention.segments import TILE, Metadata, Ranges, copied_ranges, tile_ranges
-from jaxvit.layers.hopper import MULTIPROCESSORS, arrive, sync
+from jaxvit.layers.hopper.barriers import MULTIPROCESSORS, arrive, sync
 from jaxvit.layers.rope import Rotation, rotate, widened
-
-OLDEST_JAX = (0, 11)
 
 
 @dataclass(frozen=True)
@@ -92,17 +89,7 @@ class Mosaic(Ranges):
         return copied_ranges(metadata)
 
     def why_not(self, platform: str, dtype: str) -> str | None:
-        if platform not in ("cuda", "gpu"):
-            return "needs an NVIDIA GPU"
-        if dtype != "bfloat16":
-            return f"the kernel takes bfloat16, not {dtype}"
-        if not 9.0 <= capability(platform) < 10.0:
-            return f"the kernel is written for compute capability 9.0 (Hopper), this GPU has {capability(platform)}"
-        if tuple(map(int, jax.__version__.split(".")[:2])) < OLDEST_JAX:
-            return f"needs jax 0.11 or newer, this is {jax.__version__}"
-        if importlib.util.find_spec("jax.experimental.pallas.mosaic_gpu") is None:
-            return "this jax has no Pallas for Mosaic GPU"
-        return None
+        return hopper.why_not(platform, dtype)
 
 
 def tiling(patches: int) -> Tiling:

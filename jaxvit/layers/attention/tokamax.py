@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxvit.layers.attention.cudnn import capability
 from jaxvit.layers.attention.segments import Metadata, Ranges
+from jaxvit.layers.hopper import capability
 
 KERNEL = "tokamax._src.ops.attention.pallas_mosaic_gpu_kernel_sm90"
 

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jaxvit.layers.hopper import MULTIPROCESSORS, arrive, sync
-from jaxvit.layers.kernels import allowed
+from jaxvit.layers.hopper import allowed
+from jaxvit.layers.hopper.barriers import MULTIPROCESSORS, arrive, sync
 
 ROWS = 128
 """Rows of a tile, half of them a warp group's."""

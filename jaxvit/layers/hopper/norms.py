@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jaxvit.layers.kernels import allowed
+from jaxvit.layers.hopper import allowed
 
 ROWS = 4
 """Rows of a block of threads, one a warp."""

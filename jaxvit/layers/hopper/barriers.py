@@ -1,4 +1,4 @@
-"""What the package's kernels for NVIDIA Hopper share (Pallas, Mosaic GPU)."""
+"""Named barriers of the hardware, and how many multiprocessors there are: what the kernels share."""
 
 # What Pallas' decorators make of a kernel's arguments is beyond the checker.
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportReturnType=false, reportAttributeAccessIssue=false
