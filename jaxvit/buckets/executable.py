@@ -27,8 +27,6 @@ Pixels = Literal["uint8", "float32"]
 
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 """With Triton products on, autotuning takes most of a minute a bucket and finds nothing faster than cuBLAS."""
-SMALL = 1024
-"""Patches of a bucket up to which holding the result's memory pays; beyond, its kernels are longer than an update."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,10 +64,10 @@ class Program:
         """Whether the result's memory is held from the start of a call.
 
         XLA lays temporaries where the result will be. A caller keeps results, so each has a new address, and with it
-        all those temporaries; a recorded graph is then updated at every kernel that reads or writes one, which takes
-        some microseconds each, as long as the kernels of a small bucket themselves.
+        all those temporaries; a recorded graph is then updated at every kernel that reads or writes one, some
+        microseconds each, before the device begins.
         """
-        return self.platform in ("gpu", "cuda") and self.bucket.patches <= SMALL
+        return self.platform in ("gpu", "cuda")
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
