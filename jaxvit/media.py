@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -40,10 +41,10 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from jaxvit.errors import DependencyError, MediaError
+from jaxvit.errors import DependencyError, JaxvitError, MediaError
 from jaxvit.models.family import Family, Item
-from jaxvit.models.pixels import uniform
-from jaxvit.pictures import Image, kind_of, picture
+from jaxvit.models.pixels import HUGE, uniform
+from jaxvit.pictures import Image, kind_of, no_file, picture
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -66,7 +67,9 @@ class Video:
     def __init__(
         self, frames: Any, *, fps: float | int | None = None, timestamps: Any = None, prune: float | int = 0.0
     ):
-        self._set(list(frames) if isinstance(frames, Iterator) else frames, fps, timestamps, prune, None)
+        # Iterators are read once, so that a clip can be encoded twice.
+        frames, timestamps = (list(one) if isinstance(one, Iterator) else one for one in (frames, timestamps))
+        self._set(frames, fps, timestamps, prune, None)
 
     def _set(self, *values: Any) -> None:
         for name, value in zip(("frames", "fps", "timestamps", "prune", "path"), values, strict=True):
@@ -123,6 +126,13 @@ def decode(medium: Any, index: int | None = None, family: Family | None = None) 
         if index is None:
             raise
         raise error.at(index) from error.__cause__
+    except JaxvitError:
+        raise
+    except Exception as error:  # a caller's object may raise anything, wherever it is touched
+        refused = MediaError(
+            f"{kind_of(medium)} cannot be read ({type(error).__name__}: {error}): pass its decoded pixels as an array"
+        )
+        raise (refused if index is None else refused.at(index)) from error
 
 
 def _clip(video: Video, family: Family | None) -> Video:
@@ -130,12 +140,17 @@ def _clip(video: Video, family: Family | None) -> Video:
         raise family.no_video()
     what = "Video" if video.path is None else f"video {video.path!r}"
     fps = _rate(what, video.fps)
-    if isinstance(video.prune, bool) or not isinstance(video.prune, (int, float)) or not 0 <= video.prune < 1:
+    if not _real(video.prune) or not 0 <= video.prune < 1:
         raise MediaError(f"{what}: prune is {video.prune!r}: give the share of tokens to drop, from 0 to less than 1")
     if video.path is not None:
         return _sampled(video.path, fps, float(video.prune), what, family)
     if isinstance(video.frames, (str, bytes, os.PathLike)):
         raise MediaError(f"{what}: {video.frames!r} is no list of frames: a file goes in as jaxvit.Video.open(path)")
+    if getattr(video.frames, "ndim", None) == 3 and video.frames.shape[2] in (3, 4):
+        raise MediaError(
+            f"{what}: an array {list(video.frames.shape)} is one picture: pass a list of such, or an array "
+            "[frames, height, width, 3]"
+        )
     try:
         given = list(video.frames)
     except TypeError as error:
@@ -162,7 +177,7 @@ def _timestamps(given: Any, frames: int, what: str) -> tuple[float, ...] | None:
         return None
     try:
         times = tuple(float(time) for time in given)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise MediaError(f"{what}: timestamps are not numbers ({error}): give seconds, one a frame") from error
     if len(times) != frames:
         raise MediaError(f"{what}: {frames} frames and {len(times)} timestamps: give one a frame, in seconds")
@@ -174,10 +189,13 @@ def _timestamps(given: Any, frames: int, what: str) -> tuple[float, ...] | None:
 def _rate(what: str, fps: Any) -> float | None:
     if fps is None:
         return None
-    number = isinstance(fps, (int, float, np.number)) and not isinstance(fps, bool)
-    if not number or not math.isfinite(fps) or fps <= 0:
+    if not _real(fps) or not 1 / HUGE < fps < HUGE:
         raise MediaError(f"{what}: fps is {fps!r}: give frames a second, more than 0, or leave it out")
     return float(fps)
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
 
 
 def _sampled(path: str, fps: float | None, prune: float, what: str, family: Family | None) -> Video:
@@ -185,6 +203,8 @@ def _sampled(path: str, fps: float | None, prune: float, what: str, family: Fami
         import av
     except ImportError as error:
         raise DependencyError("reading video files needs PyAV: pip install 'jaxvit[video]'") from error
+    if fault := no_file(path):
+        raise MediaError(f"{what} cannot be read ({fault}): check the path, or pass decoded frames")
     frames, indices = [], []
     try:
         with av.open(path, "r") as container:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ import PIL.Image
 
 from jaxvit.errors import MediaError
 
+MOST_BYTES = 2**30
+"""Bytes of a file at most: a picture at Pillow's limit has fewer, and a larger file may not fit the memory."""
 _LOCKS = [threading.Lock() for _ in range(16)]
 """An opened file or lazily loaded PIL image may stand in several threads' calls, and must be read by one at a time."""
 
@@ -66,12 +68,33 @@ def _lock(medium: Any) -> threading.Lock:
     return _LOCKS[(id(medium) >> 5) % len(_LOCKS)]
 
 
+def no_file(path: str) -> str | None:
+    """Why reading the path may never end, None where it is a file or a folder, or nothing at all."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
+        return None
+    return "it is a pipe, a device or a socket, not a file"
+
+
 def _from_path(path: str | bytes) -> np.ndarray:
     path = os.fsdecode(path)
     if path.startswith(("http://", "https://", "data:")):
         raise MediaError(f"{path[:60]!r} is a URL, and nothing is fetched: pass the bytes of the file")
+    if fault := no_file(path):
+        raise MediaError(f"path {path[:300]!r} cannot be read ({fault}): check the path, or pass an open binary file")
     try:
-        data = Path(path).read_bytes()
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size > MOST_BYTES:
+                raise MediaError(
+                    f"path {path!r} is larger than {MOST_BYTES >> 20} MiB, which no picture is: open it with PIL and "
+                    "pass the image, or (a video) pass jaxvit.Video.open(path)"
+                )
+            data = file.read()
+    except MediaError:
+        raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise MediaError(f"path {path[:300]!r} cannot be read ({reason}): check the path") from error
@@ -120,9 +143,7 @@ def _from_bytes(data: bytes, what: str) -> np.ndarray:
 
 def _from_pil(image: PIL.Image.Image, what: str) -> np.ndarray:
     width, height = image.size
-    limit = PIL.Image.MAX_IMAGE_PIXELS
-    if limit is not None and width * height > limit:
-        raise _too_large(what, f"{height} x {width} pixels, the limit is {limit}")
+    _check_size(width, height, what)
     if not width or not height:
         raise MediaError(f"{what}: {height} x {width} pixels, so nothing to encode: leave it out")
     if image.format == "EPS":
@@ -175,7 +196,7 @@ def _rgb(image: PIL.Image.Image, what: str) -> PIL.Image.Image:
 
 
 def _from_declared(image: Image) -> np.ndarray:
-    if image.layout not in ("hwc", "chw"):
+    if not isinstance(image.layout, str) or image.layout not in ("hwc", "chw"):
         raise MediaError(f"Image: layout is {image.layout!r}: declare 'hwc' or 'chw'")
     what = f"Image of layout {image.layout}"
     try:
@@ -206,11 +227,18 @@ def _from_array(array: np.ndarray, what: str) -> np.ndarray:
         )
     if not array.size:
         raise MediaError(f"{what}: an empty array: leave it out")
+    _check_size(array.shape[1], array.shape[0], what)
     if array.shape[2] == 1:
         return np.broadcast_to(array, (*array.shape[:2], 3))
     if array.shape[2] == 4:
         return np.asarray(_rgb(PIL.Image.fromarray(np.ascontiguousarray(array)), what))
     return array
+
+
+def _check_size(width: int, height: int, what: str) -> None:
+    limit = PIL.Image.MAX_IMAGE_PIXELS
+    if limit is not None and width * height > limit:
+        raise _too_large(what, f"{height} x {width} pixels, the limit is {limit}")
 
 
 def _too_large(what: str, detail: str) -> MediaError:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
+import socket
 import struct
 import sys
 import threading
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -350,7 +353,45 @@ def huge_text() -> bytes:
 
 
 JPEG = encoded(PIL.Image.fromarray(np.random.default_rng(2).integers(0, 256, (400, 600, 3), np.uint8)), "JPEG")
+
+
+class HostileReader:
+    @property
+    def read(self) -> Any:
+        raise ZeroDivisionError("touched")
+
+
+class HostileFile(io.BytesIO):
+    @property
+    def name(self) -> Any:
+        raise ZeroDivisionError("touched")
+
+
+class HostilePath:
+    def __fspath__(self) -> Any:
+        return 5
+
+
+def released() -> memoryview:
+    view = memoryview(PNG)
+    view.release()
+    return view
+
+
+def wide(*shape: int) -> np.ndarray:
+    """An array over Pillow's limit in three bytes of memory."""
+    return np.broadcast_to(np.uint8(7), shape)
+
+
 BAD: dict[str, tuple[Any, str]] = {
+    "property that raises": (HostileReader(), "HostileReader cannot be read .ZeroDivisionError: touched.: pass"),
+    "name that raises": (HostileFile(PNG), "HostileFile cannot be read .ZeroDivisionError: touched.: pass"),
+    "path that is none": (HostilePath(), "HostilePath cannot be read .TypeError.*: pass"),
+    "released memory": (released(), "memoryview cannot be read .ValueError.*: pass"),
+    "array over the limit": (wide(60000, 60000, 3), "60000 x 60000 pixels, the limit is .*: shrink it first"),
+    "gray array over the limit": (wide(60000, 60000), "60000 x 60000 pixels, the limit is .*: shrink it first"),
+    "RGBA array over the limit": (wide(10**9, 10**4, 4), "1000000000 x 10000 pixels.*: shrink it first"),
+    "chw array over the limit": (Image(wide(3, 10**6, 10**6), "chw"), "1000000 x 1000000 pixels.*: shrink it first"),
     "None": (None, "None is no picture: leave it out"),
     "empty bytes": (b"", "0 bytes.*pass a whole image file"),
     "empty file": (io.BytesIO(b""), "file 'BytesIO': 0 bytes"),
@@ -522,7 +563,22 @@ def test_frames_from_an_iterator_can_be_encoded_twice():
         assert len(found.frames) == 2
 
 
+def failing() -> Iterator[np.ndarray]:
+    yield RGB
+    raise ZeroDivisionError("decoder")
+
+
+class FailingClip:
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return failing()
+
+
 BAD_VIDEOS: dict[str, tuple[Video, str]] = {
+    "frames that raise": (Video(FailingClip()), "Video cannot be read .ZeroDivisionError: decoder.: pass"),
+    "one picture": (Video(RGB), r"an array \[40, 60, 3\] is one picture: pass a list of such, or an array \[frames"),
+    "fps beyond a float": (Video([RGB], fps=10**400), "fps is 1000.*: give frames a second"),
+    "fps beyond any clip": (Video([RGB], fps=5e-324), "fps is 5e-324: give frames a second"),
+    "timestamps beyond a float": (Video([RGB], timestamps=[10**400]), "timestamps are not numbers"),
     "no frames": (Video([]), "Video: no frames: pass at least one"),
     "unequal sizes": (Video([RGB, RGB, RGB[:20]]), "frame 0 is 40 x 60, frame 2 is 20 x 60: make all frames one size"),
     "bad frame": (Video([RGB, None]), "Video, frame 1: None is no picture"),
@@ -549,6 +605,41 @@ def test_a_bad_video_is_refused_naming_place_and_remedy(kind: str):
     with pytest.raises(MediaError, match=words) as caught:
         decode(video, 4)
     assert str(caught.value).startswith("item 4: ")
+
+
+def test_timestamps_from_an_iterator_can_be_read_twice():
+    video = Video([RGB, RGB], timestamps=iter([0, 1]))
+    assert [decode(video).timestamps for _ in range(2)] == [(0.0, 1.0)] * 2  # type: ignore[union-attr]
+
+
+# Files whose reading would not end
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket"])
+@pytest.mark.parametrize("video", [False, True], ids=["picture", "video"])
+def test_what_is_no_file_is_refused_and_never_waited_for(kind: str, video: bool, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    path = Path("x.png")
+    with socket.socket(socket.AF_UNIX) as server:
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "socket":
+            server.bind(str(path))
+        else:
+            path.symlink_to("/dev/zero")
+        if video:
+            pytest.importorskip("av")
+        with pytest.raises(MediaError, match=r"item 3: .*a pipe, a device or a socket, not a file.: check the path"):
+            decode(Video.open(path) if video else path, 3)
+
+
+def test_a_file_that_no_picture_fills_is_refused_unread(tmp_path: Path):
+    path = tmp_path / "sparse.png"
+    path.touch()
+    os.truncate(path, 2**40)
+    with pytest.raises(MediaError, match=r"item 3: path .*sparse.png' is larger than 1024 MiB.*: open it with PIL"):
+        decode(path, 3)
 
 
 # Video files
