@@ -39,9 +39,11 @@ def main() -> None:
     except Exception as error:
         from jaxvit.errors import JaxvitError
 
-        if Talk.verbose or not isinstance(error, JaxvitError):
+        if Talk.verbose or not isinstance(error, (JaxvitError, OSError)):
             raise
-        stderr().print(f"[bold red]error:[/] {escape(str(error))}")
+        # An OSError comes of a file that a command reads or writes beside the library's own.
+        remedy = "" if isinstance(error, JaxvitError) else ": check the path, its permissions and the room on its disk"
+        stderr().print(f"[bold red]error:[/] {escape(f'{error}{remedy}')}")
         raise SystemExit(2) from None
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ class _Shards:
         errors = ({"path": path, "error": error} for path, error in self.bad.items())
         for name, entries in (("index.jsonl", self.done.values()), ("errors.jsonl", errors)):
             with _whole(folder / name) as temporary:
-                temporary.write_text("".join(map(_line, entries)), encoding="utf-8")
+                temporary.write_bytes(b"".join(map(_line, entries)))
 
     def add(self, paths: Sequence[str], entries: Sequence[Entry]) -> int:
         """Writes a shard, unless there is nothing new to write; returns how many were written."""
@@ -170,8 +170,11 @@ class _Shards:
         # Under one key, since safetensors writes several in any order.
         save(self.folder / name, arrays, {"jaxvit": json.dumps(header)})
         for listed, added in (("index.jsonl", index), ("errors.jsonl", errors)):
-            with (self.folder / listed).open("a", encoding="utf-8") as file:
-                file.writelines(map(_line, added))
+            try:
+                with (self.folder / listed).open("ab") as file:
+                    file.writelines(map(_line, added))
+            except OSError as error:
+                raise _unwritable(self.folder / listed, error) from error
         self.bad |= {entry["path"]: entry["error"] for entry in errors}
         self.count += 1
         return 1
@@ -185,6 +188,12 @@ def save(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, st
         temporary.chmod(mode)  # safetensors makes files for the user alone
 
 
+def save_text(path: Path, text: str) -> None:
+    """The same for a text in ASCII."""
+    with _whole(path) as temporary:
+        temporary.write_text(text, encoding="ascii")
+
+
 def plain(value: Any) -> Any:
     """Arrays and tuples of an item's layout, as JSON has them."""
     if isinstance(value, Mapping):
@@ -194,8 +203,9 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _line(entry: Mapping[str, Any]) -> str:
-    return json.dumps(entry, ensure_ascii=False) + "\n"
+def _line(entry: Mapping[str, Any]) -> bytes:
+    """A line of JSON in UTF-8; bytes of a path that are no text are escaped, and ``json.loads`` gives them back."""
+    return json.dumps(entry, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 @contextmanager
@@ -208,9 +218,17 @@ def _whole(path: Path) -> Iterator[Path]:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, (OSError, SafetensorError)):
+            raise _unwritable(path, error) from error
         raise
+
+
+def _unwritable(path: Path, error: Exception) -> OutputError:
+    reason = getattr(error, "strerror", None) or error
+    return OutputError(f"{path} cannot be written ({reason}): make room or choose another place, and run again")
 
 
 @contextmanager

@@ -96,6 +96,17 @@ def test_a_folder_stands_for_the_pictures_in_it(run: Run, model: Path, photos: d
         (["{model}", "{photo}", "--set", "max_pixels"], ["name=value"]),
         (["{model}", "{photo}", "--budgets", "0,64"], ["0"]),
         (["{model}", "{photo}", "--dtype", "float16"], ["float16"]),
+        (["{model}", "{photo}", "--budgets", "--5"], ["no list of output tokens", "--budgets"]),
+        (["{model}", "{photo}", "--budgets", "²"], ["the ladder file cannot be read"]),
+        (["{model}", "{photo}", "--budgets", "9" * 5000], ["no list of output tokens", "--budgets"]),
+        (["{model}", "{photo}", "--budgets", "999999999999"], ["999999999999 is more than"]),
+        (["{model}", "{photo}", "--set", "max_pixels=" + "9" * 5000], ["max_pixels must be a positive integer"]),
+        (["{model}", "{photo}", "--set", "max_pixels=" + "[" * 5000], ["max_pixels must be a positive integer"]),
+        (["", "{photo}"], ["the model's name is empty"]),
+        (["a" * 5000, "{photo}"], ["is no folder", "check the path"]),
+        (["~nobody.of.this.name/x", "{photo}"], ["is no folder", "check the path"]),
+        (["{model}", "{photo}", "-o", ""], ["give a .safetensors file or a folder"]),
+        (["{model}", "{photo}", "-o", "{taken}/one.safetensors"], ["one.json is a folder"]),
     ],
 )
 def test_bad_input_is_named_without_a_traceback_and_exits_with_2(
@@ -103,6 +114,8 @@ def test_bad_input_is_named_without_a_traceback_and_exits_with_2(
 ) -> None:
     places = {"model": model, "photo": photos["chelsea"], "missing": tmp_path / "missing", "empty": tmp_path / "empty"}
     places["empty"].mkdir()
+    places["taken"] = tmp_path / "taken"
+    (places["taken"] / "one.json").mkdir(parents=True)
     output = [] if "-o" in arguments else ["-o", str(tmp_path / "out.safetensors")]
     outcome = run("encode", *(argument.format(**places) for argument in arguments), *output)
     assert outcome.code == 2

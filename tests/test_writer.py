@@ -56,7 +56,7 @@ def collect(folder: Path, count: int) -> list[Path]:
 
 
 def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -262,12 +262,65 @@ def test_the_command_takes_folders_patterns_and_lists_and_says_how_many(run, col
     assert (code, said) == (0, "0 of 2 pictures encoded, 2 already there, 0 failed\n")
 
 
+ODD = [b"new\nline.png", b" spaces .png", b"[x]*.png", b"quote'\".png", b"\xe2\x80\xa8separator.png", b"-dash.png"]
+
+
+def test_a_folder_with_files_of_every_kind_and_name_is_encoded_as_far_as_it_can_be(run, tmp_path: Path):
+    folder, out = tmp_path / "pictures", tmp_path / "out"
+    (folder / "album.png").mkdir(parents=True)
+    names = [*ODD, b"album.png/inside.png"]
+    try:
+        (folder / os.fsdecode(b"not\xff\xfetext.png")).touch()
+        names.append(b"not\xff\xfetext.png")
+    except (OSError, UnicodeError):  # the file system wants names that are text
+        pass
+    for name in names:
+        PIL.Image.fromarray(picture(56, 56)).save(os.path.join(os.fsencode(folder), name), "png")
+    (folder / "loop.png").symlink_to("loop.png")
+    (folder / "folders").symlink_to(".")
+    os.mkfifo(folder / "pipe.png")
+    (folder / "endless.png").symlink_to("/dev/zero")
+    code, said, _ = run(folder, "-o", out)
+    assert code == 1
+    assert said.startswith(f"{len(names)} of {len(names) + 3} pictures encoded")
+    assert {os.fsencode(entry["path"]) for entry in lines(out / "index.jsonl")} == {
+        os.path.join(os.fsencode(folder), name) for name in names
+    }
+    assert {Path(entry["path"]).name for entry in lines(out / "errors.jsonl")} == {
+        "loop.png",
+        "pipe.png",
+        "endless.png",
+    }
+    before = contents(out)
+    code, said, _ = run(folder, "-o", out)
+    assert code == 1
+    assert said.startswith(f"0 of {len(names) + 3} pictures encoded, {len(names)} already there")
+    assert contents(out) == before
+
+
+def test_a_list_may_name_any_file_and_begin_with_a_mark(run, tmp_path: Path):
+    paths = [tmp_path / os.fsdecode(name) for name in ODD[1:]]
+    for path in paths:
+        PIL.Image.fromarray(picture(56, 56)).save(path)
+    text = "\r\n".join(map(str, paths))
+    (tmp_path / "list.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    code, _, err = run(tmp_path / "list.txt", "-o", tmp_path / "out")
+    assert (code, err) == (0, "")
+    assert [entry["path"] for entry in lines(tmp_path / "out" / "index.jsonl")] == [str(path) for path in paths]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "says"), [(("none*.png",), "no pictures match"), (("empty.txt",), "a path a line")]
+    ("arguments", "says"),
+    [
+        (("none*.png",), "no pictures match"),
+        (("empty.txt",), "a path a line"),
+        (("wide.txt",), "no list of paths in UTF-8"),
+    ],
 )
 def test_a_pattern_or_list_without_pictures_is_refused(run, tmp_path: Path, monkeypatch, arguments, says: str):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "wide.txt").write_text("cat.png", encoding="utf-16")
     code, said, err = run(*arguments, "-o", "out")
     assert (code, said) == (2, "")
     assert says in err

@@ -15,6 +15,9 @@ from jaxvit import paths
 from jaxvit.errors import LadderError
 from jaxvit.models.family import Demand
 
+MOST = 2**31 - 1
+"""Rows that a device's 32-bit indices reach."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -106,7 +109,10 @@ def whole(value: Any, name: str) -> int:
     except TypeError:
         number = 0
     if number < 1:
-        raise LadderError(f"{name}: {value!r} is not a positive integer")
+        raise LadderError(f"{name}: {value!r:.80} is not a positive integer")
+    if number > MOST:
+        shown = number if number < 10**80 else f"a number of {number.bit_length()} bits"  # longer ones may not print
+        raise LadderError(f"{name}: {shown} is more than a device's indices reach; give {MOST} at most")
     return number
 
 
@@ -129,8 +135,10 @@ def known(table: Any, names: Sequence[str], where: str) -> None:
 def read(path: Path) -> tuple[dict[str, Any], list[int]]:
     """A TOML file, and the line of each of its ``[[bucket]]`` tables."""
     try:
+        if path.exists() and not path.is_file():
+            raise LadderError(f"{path}: it is no file; give a ladder file, or budgets such as 256,1024,4096")
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise LadderError(f"{path}: the ladder file cannot be read: {error}") from error
     try:
         table = tomllib.loads(text)
@@ -138,6 +146,8 @@ def read(path: Path) -> tuple[dict[str, Any], list[int]]:
         place = re.search(r"line (\d+)", str(error))
         line = place[1] if place else len(text.splitlines())
         raise LadderError(f"{path}:{line}: not valid TOML: {error}") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+        raise LadderError(f"{path}: not a ladder file: {error}") from error
     header = re.compile(r"\s*\[\[\s*bucket\s*\]\]")
     lines = [number for number, line in enumerate(text.splitlines(), 1) if header.match(line)]
     count = len(table["bucket"]) if isinstance(table.get("bucket"), list) else 0

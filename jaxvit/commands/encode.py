@@ -40,8 +40,11 @@ def encode(
     """
     place, paths = Path(output), pictures(images)
     sharded = output.endswith(("/", "\\")) or place.is_dir() or not place.suffix
+    if not output:
+        raise typer.BadParameter("give a .safetensors file or a folder", param_hint="--output")
     if not sharded:
         writable(place, ".safetensors")
+        writable(place.with_suffix(".json"), ".json")
     encoder = load(model, dtype, budgets, settings)
     if sharded:
         _to_folder(encoder, paths, place, out_dtype.value, shard)
@@ -76,7 +79,7 @@ def _rate(summary: Any) -> str:
 
 
 def _to_file(encoder: Any, paths: list[Path], output: Path, out_dtype: str) -> None:
-    from jaxvit.writer import plain, save
+    from jaxvit.writer import plain, save, save_text
 
     items = encoder.prepare(paths)
     arrays: dict[str, Any] = {}
@@ -90,6 +93,6 @@ def _to_file(encoder: Any, paths: list[Path], output: Path, out_dtype: str) -> N
         for name, path, item in zip(arrays, paths, items, strict=True)
     ]
     save(output, arrays, {"format": "np"})
-    output.with_suffix(".json").write_text(json.dumps(index, indent=1) + "\n")
+    save_text(output.with_suffix(".json"), json.dumps(index, indent=1) + "\n")
     tokens = sum(item.tokens for item in items)
     say(f"{len(items)} pictures, {tokens} tokens of {encoder.family.width}: {output}, {output.with_suffix('.json')}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import glob
 import json
+import os
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -66,9 +68,14 @@ def load(
 
 def budgets_of(text: str | None) -> list[int] | str | None:
     """The value of ``--budgets`` as ``jaxvit.load`` takes it."""
-    if text is None or not all(part.strip().lstrip("-").isdigit() for part in text.split(",")):
+    if text is None or not re.fullmatch(r"[-\s\d,]*\d[\s,]*", text):
         return text
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"{text:.80} is no list of output tokens such as 256,1024,4096", param_hint="--budgets"
+        ) from error
 
 
 def settings_of(pairs: list[str] | None) -> dict[str, Any]:
@@ -80,7 +87,7 @@ def settings_of(pairs: list[str] | None) -> dict[str, Any]:
             raise typer.BadParameter(f"{pair!r} is not of the form name=value", param_hint="--set")
         try:
             settings[name] = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             settings[name] = value
     return settings
 
@@ -95,10 +102,10 @@ def pictures(paths: list[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(one for one in path.rglob("*") if one.suffix.lower() in SUFFIXES and _shown(one, path))
+            inside = sorted(one for one in path.rglob("*") if _is_picture(one, path))
             empty = f"no pictures in {path} (looked for {', '.join(sorted(SUFFIXES))})"
         elif path.suffix.lower() == ".txt" and path.is_file():
-            inside = [Path(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            inside = _listed(path)
             empty = f"no pictures in {path}: give it a path a line"
         elif glob.has_magic(str(path)) and not path.exists():
             inside = [Path(one) for one in sorted(glob.glob(str(path), recursive=True)) if Path(one).is_file()]
@@ -109,6 +116,17 @@ def pictures(paths: list[Path]) -> list[Path]:
             raise typer.BadParameter(empty)
         found += inside
     return found
+
+
+def _listed(path: Path) -> list[Path]:
+    """The paths of a list, a line each; a name need not be text."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be read ({error.strerror}): check the list") from error
+    if "\0" in text:
+        raise typer.BadParameter(f"{path} is no list of paths in UTF-8: save it as one")
+    return [Path(line) for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
 
 
 def picture_or_clip(path: Path, fps: float | None = None) -> Any:
@@ -122,12 +140,15 @@ def picture_or_clip(path: Path, fps: float | None = None) -> Any:
     if path.suffix.lower() in VIDEOS and not path.is_dir():
         return Video.open(path, fps=fps)
     found = pictures([path])
+    if found == [path] and fps is not None:
+        raise typer.BadParameter(f"{path} is a picture, which has no rate: leave it out", param_hint="--fps")
     return path if found == [path] else Video(found, fps=fps)
 
 
-def _shown(path: Path, folder: Path) -> bool:
-    """Whether nothing on the way from the folder is hidden."""
-    return not any(part.startswith(".") for part in path.relative_to(folder).parts)
+def _is_picture(path: Path, folder: Path) -> bool:
+    """Whether it is named as a picture and nothing on the way from the folder is hidden; it may be broken."""
+    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return path.suffix.lower() in SUFFIXES and not hidden and not path.is_dir()
 
 
 def writable(path: Path, *suffixes: str, option: str = "--output") -> Path:
@@ -136,4 +157,8 @@ def writable(path: Path, *suffixes: str, option: str = "--output") -> Path:
         raise typer.BadParameter(f"{path} must end in {' or '.join(suffixes)}", param_hint=option)
     if not path.parent.is_dir():
         raise typer.BadParameter(f"the folder {path.parent} does not exist", param_hint=option)
+    if path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder", param_hint=option)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise typer.BadParameter(f"{path} may not be written: choose another place", param_hint=option)
     return path

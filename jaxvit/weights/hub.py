@@ -19,10 +19,16 @@ def snapshot(model: str | Path) -> Path:
     Raises:
         CheckpointError: neither a folder here nor a repository that the hub or its cache here has.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    if model == "":  # of a variable that is not set; as a path it would be the folder in which one stands
+        raise CheckpointError("the model's name is empty: give the folder of a snapshot, or a hub id (owner/name)")
+    try:
+        folder = Path(model).expanduser()
+        found, other = folder.is_dir(), folder.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, the home of an unknown user
+        raise CheckpointError(f"{str(model)[:80]!r} is no folder ({error.args[-1]}): check the path") from error
+    if found:
         return folder
-    if folder.exists():
+    if other:
         raise CheckpointError(f"{model} is a file; give the folder of the snapshot that it lies in")
     if not isinstance(model, str) or not _ID.fullmatch(model):
         raise CheckpointError(f"there is no folder {model}, and it is not a hub id (owner/name) either")
