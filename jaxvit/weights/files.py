@@ -7,6 +7,7 @@ up in memory) needs only the offsets, and because an error has to name the file,
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -75,12 +76,31 @@ def read_config_files(folder: Path) -> dict[str, dict[str, Any]]:
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give the folder of a Hugging Face snapshot")
-    if not (folder / "config.json").is_file():
+    if not present(folder / "config.json"):
         if (folder / "adapter_config.json").is_file():
             raise CheckpointError(f"{folder}: {_ADAPTER}")
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise CheckpointError(f"{folder} has no config.json, which says what the model is (found: {found})")
-    return {name: read_json(folder / name) for name in CONFIGS if (folder / name).is_file()}
+    return {name: read_json(folder / name) for name in CONFIGS if present(folder / name)}
+
+
+def present(path: Path) -> bool:
+    """Whether there is such a file. What only looks like it counts neither as a file nor as none.
+
+    Raises:
+        CheckpointError: a link to what is gone, a folder, a pipe.
+    """
+    if path.is_file():
+        return True
+    if os.path.lexists(path):
+        raise CheckpointError(f"{path} is there and no file ({_strange(path)}): remove it, or fetch the file again")
+    return False
+
+
+def _strange(path: Path) -> str:
+    if path.is_symlink() and not path.exists():
+        return f"a link to {os.readlink(path)}, which is not there"
+    return "a folder" if path.is_dir() else "a pipe, a device or a socket"
 
 
 def read_header(path: Path) -> dict[str, Stored]:
@@ -119,9 +139,9 @@ def vision_tensors(folder: Path, is_vision: Callable[[str], Any]) -> dict[str, S
         CheckpointError: no safetensors weights, a shard that is missing, or an index that contradicts its shards.
     """
     folder = Path(folder)
-    if (folder / SINGLE).is_file():
+    if present(folder / SINGLE):
         return {name: stored for name, stored in read_header(folder / SINGLE).items() if is_vision(name)}
-    if not (folder / INDEX).is_file():
+    if not present(folder / INDEX):
         raise CheckpointError(_no_weights(folder))
     expected = {name: shard for name, shard in read_index(folder / INDEX).items() if is_vision(name)}
     shards = sorted(set(expected.values()))

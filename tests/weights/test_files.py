@@ -1,4 +1,5 @@
 import json
+import os
 import struct
 
 import numpy as np
@@ -235,3 +236,31 @@ def test_no_tensor_is_read_to_check_a_checkpoint(tmp_path, toy, write_raw):
         pytest.skip("the file system has no sparse files")
     assert vision_tensors(tmp_path, toy.table.prefix)["visual.a"].size == 2**40
     assert np.prod(vision_tensors(tmp_path, toy.table.prefix)["visual.a"].shape) == 2**38
+
+
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json", "video_preprocessor_config.json"])
+@pytest.mark.parametrize("kind", ["gone", "loop", "folder", "pipe"])
+def test_what_only_looks_like_a_config_file_is_not_taken_for_none(tmp_path, name, kind):
+    (tmp_path / "config.json").write_text("{}")
+    strange(tmp_path / name, kind)
+    error = refused(read_config_files, tmp_path)
+    assert f"{tmp_path / name} is there and no file" in str(error)
+    assert "remove it, or fetch the file again" in str(error)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("kind", ["gone", "loop", "folder", "pipe"])
+def test_what_only_looks_like_weights_is_named(tmp_path, name, kind):
+    strange(tmp_path / name, kind)
+    assert f"{tmp_path / name} is there and no file" in str(refused(vision_tensors, tmp_path, bool))
+
+
+def strange(path, kind):
+    """A path that no file stands at, though it is listed."""
+    path.unlink(missing_ok=True)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(path.name if kind == "loop" else "blobs/0123")
