@@ -109,7 +109,8 @@ def whole(value: Any, name: str) -> int:
     except TypeError:
         number = 0
     if number < 1:
-        raise LadderError(f"{name}: {value!r:.80} is not a positive integer")
+        shown = "a negative number" if number < -(10**80) else repr(value)
+        raise LadderError(f"{name}: {shown:.80} is not a positive integer")
     if number > MOST:
         shown = number if number < 10**80 else f"a number of {number.bit_length()} bits"  # longer ones may not print
         raise LadderError(f"{name}: {shown} is more than a device's indices reach; give {MOST} at most")

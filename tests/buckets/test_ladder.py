@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from itertools import pairwise
@@ -277,6 +278,12 @@ def test_max_pieces_caps_a_file_and_is_refused_above_its_smallest_budget(tmp_pat
         ("[[bucket]]\ntokens = 64\nconstant = -1.0\nslope = 1", 1, "constant: -1.0 is not"),
         ("[[bucket]]\ntokens = 64\nconstant = inf\nslope = 1", 1, "constant: inf is not"),
         ("[[bucket]]\ntokens = 64\nconstant = 1\nslope = 1\n[[bucket]]\ntokens = 65", 5, "in every bucket or in none"),
+        (f"[[bucket]]\ntokens = {2**31}", 1, "tokens: 2147483648 is more than a device's indices reach"),
+        (f"[[bucket]]\ntokens = {2**30}", 1, "patches: 4294967296 is more than a device's indices reach"),
+        ("[[bucket]]\ntokens = nan", 1, "tokens: nan is not a positive integer"),
+        ("[[bucket]]\ntokens = " + "9" * 5000, None, "not a ladder file"),
+        ("[[bucket]]\ntokens = " + "[" * 100_000, None, "not a ladder file"),
+        ("[[bucket]]\ntokens = 0x1" + "0" * 9000, 1, "tokens: a number of 36001 bits is more than"),
         ("buckets = 3", None, "unknown key 'buckets'"),
         ("", None, "at least one [[bucket]] table"),
         ("bucket = 3", None, "at least one [[bucket]] table"),
@@ -299,8 +306,9 @@ def test_a_bucket_that_no_piece_can_use_is_refused_by_patches_and_by_windows_too
 
 def test_a_missing_file_a_folder_and_bytes_that_are_no_text_are_ladder_errors(tmp_path: Path):
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
-    for name in ("absent.toml", "", "bytes.toml"):
-        with pytest.raises(LadderError, match="cannot be read"):
+    os.mkfifo(tmp_path / "pipe.toml")
+    for name in ("absent.toml", "", "bytes.toml", "pipe.toml", "zero\0.toml"):
+        with pytest.raises(LadderError, match=r"cannot be read|is no file"):
             from_file(tmp_path / name, family("kimi_k25"))
 
 
