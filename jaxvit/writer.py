@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -131,8 +132,15 @@ class _Shards:
         self.bad: dict[str, str] = {}
         self.count = 0
         for leftover in folder.glob(f"{WRITING}*"):
-            leftover.unlink()
+            try:
+                leftover.unlink()
+            except OSError as error:
+                raise OutputError(
+                    f"{leftover} cannot be removed ({error.strerror}): remove it and run again"
+                ) from error
         for path in sorted(folder.glob("shard-*.safetensors")):
+            if not re.fullmatch(r"shard-[0-9]{5,9}", path.stem):
+                raise OutputError(f"{path} is no shard of jaxvit, whose names are numbers: remove it and run again")
             header = _header(path)
             if header["made"] != made:
                 raise OutputError(
@@ -231,12 +239,17 @@ def _unwritable(path: Path, error: Exception) -> OutputError:
     return OutputError(f"{path} cannot be written ({reason}): make room or choose another place, and run again")
 
 
+def _at_once(path: Path) -> int:
+    """Opens a file to write, makes it where it is missing, and does not wait where it is a pipe that nobody reads."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)
+
+
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Makes the folder; two runs in one folder would write the same shards."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("wb")
+        lock = os.fdopen(_at_once(folder / ".lock"), "wb")
     except OSError as error:
         raise OutputError(f"{folder} cannot be written ({error.strerror}): choose another folder") from error
     with lock:
@@ -250,10 +263,20 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def _header(path: Path) -> dict[str, Any]:
     try:
+        if not path.is_file():  # opening a pipe would wait for ever
+            raise OSError("it is no file")
         with safe_open(path, "np") as file:
             header = json.loads(file.metadata()["jaxvit"])
+            known = set(file.keys())
+        if not isinstance(header["made"], dict):
+            raise TypeError("it does not say how it was made")
+        texts = [one["path"] for one in header["index"]] + [
+            one[key] for one in header["errors"] for key in ("path", "error")
+        ]
+        if not all(isinstance(one, str) for one in texts) or {one["key"] for one in header["index"]} != known:
+            raise ValueError("its lists and its tensors disagree")
         return {name: header[name] for name in ("made", "index", "errors")}
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise OutputError(f"{path} is damaged or no shard of jaxvit ({error}): remove it and run again") from error
 
 

@@ -18,7 +18,8 @@ import numpy as np
 import PIL.Image
 import pytest
 from rich.console import Console
-from safetensors.numpy import load_file
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
 import jaxvit
 from jaxvit import cli, writer
@@ -212,6 +213,70 @@ def test_a_folder_of_another_kind_is_refused_and_left_alone(collection: list[Pat
         write(encoder(), collection[:4], out)
     with pytest.raises(OutputError, match="cannot be written"):
         write(encoder(), collection[:4], collection[0])
+
+
+STRANGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "a folder as shard": ("shard-00000.safetensors", Path.mkdir, "no shard of jaxvit .*: remove it and run again"),
+    "a pipe as shard": ("shard-00000.safetensors", os.mkfifo, "no shard of jaxvit .it is no file.: remove it"),
+    "a shard without a number": ("shard-last.safetensors", Path.touch, "no shard of jaxvit, whose names are numbers"),
+    "a shard of others": (
+        "shard-00000.safetensors",
+        lambda path: save_file({"0": np.zeros(3)}, path, {"jaxvit": '{"made": {}, "index": [], "errors": []}'}),
+        "its lists and its tensors disagree.: remove it",
+    ),
+    "a shard that lists numbers": (
+        "shard-00000.safetensors",
+        lambda path: save_file({}, path, {"jaxvit": '{"made": {}, "index": [3], "errors": []}'}),
+        "no shard of jaxvit .*: remove it",
+    ),
+    "a shard made of a number": (
+        "shard-00000.safetensors",
+        lambda path: save_file({}, path, {"jaxvit": '{"made": 3, "index": [], "errors": []}'}),
+        "does not say how it was made.: remove it",
+    ),
+    "a shard of brackets": (
+        "shard-00000.safetensors",
+        lambda path: save_file({}, path, {"jaxvit": "[" * 100_000}),
+        "no shard of jaxvit .*: remove it",
+    ),
+    "a folder as index": ("index.jsonl", Path.mkdir, "index.jsonl cannot be written .*: make room or choose"),
+    "a folder as lock": (".lock", Path.mkdir, "cannot be written .*: choose another folder"),
+    "a pipe as lock": (".lock", os.mkfifo, "cannot be written .*: choose another folder"),
+    "a folder as leftover": (".writing-index.jsonl", Path.mkdir, "cannot be removed .*: remove it and run again"),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_what_jaxvit_did_not_write_there_is_refused_by_name(kind: str, collection: list[Path], tmp_path: Path):
+    name, make, says = STRANGE[kind]
+    out = tmp_path / "out"
+    out.mkdir()
+    make(out / name)
+    with pytest.raises(OutputError, match=says):
+        write(encoder(), collection[:2], out)
+    assert write(encoder(), collection[:2], tmp_path / "another").encoded == 2
+
+
+def test_a_full_disk_is_named_leaves_nothing_half_written_and_the_run_goes_on_once_there_is_room(
+    collection: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write(encoder(), collection, tmp_path / "whole", shard_bytes=SHARD)
+    with monkeypatch.context() as full:
+        calls = iter([None, None])
+
+        def failing(*arguments: object, **options: object) -> None:
+            if next(calls, "full") == "full":
+                Path(arguments[1]).write_bytes(b"half")  # type: ignore[arg-type]
+                raise SafetensorError("I/O error: No space left on device (os error 28)")
+            save_file(*arguments, **options)  # type: ignore[arg-type]
+
+        full.setattr(writer, "save_file", failing)
+        with pytest.raises(OutputError, match=r"shard-00002.safetensors cannot be written .*No space.*make room"):
+            write(encoder(), collection, tmp_path / "out", shard_bytes=SHARD)
+    assert not list((tmp_path / "out").glob(".writing-*"))
+    assert len(list((tmp_path / "out").glob("shard-*"))) == 2
+    write(encoder(), collection, tmp_path / "out", shard_bytes=SHARD)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_two_runs_in_one_folder_are_refused(collection: list[Path], tmp_path: Path):
