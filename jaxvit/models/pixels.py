@@ -52,7 +52,10 @@ def host(value: Any, dtype: type[np.generic]) -> np.ndarray:
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         value = value.float() if value.is_floating_point() else value
-    return np.asarray(value).astype(dtype, copy=False)
+    try:
+        return np.asarray(value).astype(dtype, copy=False)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise MediaError(f"inputs hold {value!r:.80}, which are no numbers: hand in a processor's output") from error
 
 
 def grids_of(inputs: Mapping[str, Any], name: str, rows: int, merge: int) -> list[tuple[int, int, int]]:
@@ -95,7 +98,7 @@ def uniform(total: int, native: float, fps: float | None) -> list[int]:
 
 
 def check_overrides(overrides: Mapping[str, Any], known: Sequence[str]) -> None:
-    if unknown := sorted(set(overrides) - set(known)):
+    if unknown := sorted(str(name) for name in set(overrides) - set(known)):
         raise CheckpointError(
             f"processor settings {', '.join(unknown)} are not known here; there are {', '.join(known)}"
         )
@@ -139,6 +142,14 @@ def positive(name: str, value: Any, most: int = 2**31) -> int:
     if value > most:
         raise CheckpointError(f"{name} is {value}, and at most {most} is implemented")
     return int(value)
+
+
+def rate(keyword: Any, stored: Any) -> float:
+    """Frames a second of a clip: the keyword's, else the file's, else 2."""
+    fps = (stored or 2.0) if keyword is None else keyword
+    if not _number(fps) or fps <= 0:
+        raise CheckpointError(f"fps is {fps!r}: give frames a second, more than 0")
+    return float(fps)
 
 
 def field(raw: Mapping[str, Any], name: str, default: int) -> int:

@@ -358,6 +358,10 @@ def test_a_keyword_beats_the_file():
     ("hub", "overrides", "words"),
     [
         ({}, {"max_pixels": 5}, "max_pixels are not known here; there are max_patches, video_max_patches, fps"),
+        ({}, {"fps": 0}, "fps is 0: give frames a second, more than 0"),
+        ({}, {"fps": ""}, "fps is '': give frames a second"),
+        ({}, {"fps": True}, "fps is True: give frames a second"),
+        ({}, {"fps": float("nan")}, "fps is nan: give frames a second"),
         ({}, {"max_patches": 0}, "max_patches must be a positive integer, got 0"),
         ({}, {"fps": -1}, "fps is -1"),
         ({"fixed_output_tokens": 100}, None, "fixed_output_tokens is 100"),

@@ -95,9 +95,7 @@ class Settings:
         sizes = [[pixels.field(raw, name, default) for name, default in _SIZES] for raw in (image, video)]
         if sizes[0] != sizes[1]:
             raise CheckpointError(f"patch_size and merge_size of pictures and of videos differ: {sizes[0]}, {sizes[1]}")
-        fps = overrides.get("fps") or video.get("fps") or 2.0
-        if not isinstance(fps, (int, float)) or not 0 < fps < pixels.HUGE:
-            raise CheckpointError(f"fps is {fps!r}: give frames a second, more than 0")
+        fps = pixels.rate(overrides.get("fps"), video.get("fps"))
         total = video.get("chunk_patches")
         patch_size, merge_size = sizes[0]
         mean, std, rescale_factor = colours
@@ -106,7 +104,7 @@ class Settings:
             _limits(video, overrides.get("video_max_patches"), 4096),
             None if total is None else pixels.positive("in_patch_limit_video", total),
             pixels.field(video, "temporal_patch_size", 4),
-            float(fps),
+            fps,
             patch_size,
             merge_size,
             mean,

@@ -115,9 +115,7 @@ class Settings:
             raise CheckpointError("image_mean, image_std or rescale_factor of pictures and of videos differ")
         keywords = {name: overrides.get(name) for name in ("min_pixels", "max_pixels", "size")}
         of_frames = {name: overrides.get(f"video_{name}") for name in ("min_pixels", "max_pixels")}
-        fps = overrides.get("fps") or video.get("fps") or 2.0
-        if not isinstance(fps, (int, float)) or not 0 < fps < pixels.HUGE:
-            raise CheckpointError(f"fps is {fps!r}: give frames a second, more than 0")
+        fps = pixels.rate(overrides.get("fps"), video.get("fps"))
         return cls(
             _limits("", image, keywords, IMAGE_DEFAULTS),
             _limits("video_", video, of_frames, VIDEO_DEFAULTS),
@@ -125,7 +123,7 @@ class Settings:
             config.spatial_merge_size,
             config.window_cells,
             *colours,
-            fps=float(fps),
+            fps=fps,
             min_frames=pixels.positive("min_frames", video.get("min_frames") or 4),
             max_frames=pixels.positive("max_frames", video.get("max_frames") or 768),
             cap_pixels_per_frame=bool(video.get("cap_pixels_per_frame")),
