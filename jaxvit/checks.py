@@ -8,10 +8,10 @@ from typing import Any
 from jaxvit.errors import OptionError
 
 
-def choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    """Refuses a value that is none of the allowed ones."""
-    if value not in allowed:
-        raise OptionError(f"{name} is {value!r}; choose one of {', '.join(map(repr, allowed))}")
+def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Refuses a value that is none of the allowed words."""
+    if not isinstance(value, str) or value not in allowed:
+        raise OptionError(f"{name} is {value!r:.80}; choose one of {', '.join(map(repr, allowed))}")
 
 
 def kind(name: str, value: Any, kinds: type | tuple[type, ...], wanted: str) -> None:

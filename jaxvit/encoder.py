@@ -181,6 +181,7 @@ class Encoder:
 
     def plan(self, items: Sequence[Item]) -> Plan:
         """Which piece would run in which bucket, at which offset. Nothing runs."""
+        checks.kind("items", items, Iterable, "a list of what encoder.prepare(...) returns")
         for item in items:
             checks.kind("one of the items", item, Item, "what encoder.prepare(...) returns")
         return self.dispatcher.plan(items)
@@ -303,7 +304,7 @@ def _devices(devices: str | Sequence[jax.Device] | None) -> list[jax.Device]:
         checks.choice("devices", devices, ("all",))
         return jax.local_devices()
     placed = list(devices) if isinstance(devices, Iterable) else []
-    if not placed or len(set(placed)) != len(placed) or not all(isinstance(one, jax.Device) for one in placed):
+    if not placed or not all(isinstance(one, jax.Device) for one in placed) or len(set(placed)) != len(placed):
         raise OptionError(f'devices must be None, "all" or a list of distinct jax devices, got {devices!r}')
     return placed
 

@@ -55,8 +55,10 @@ TYPES = """
 import sys
 import jax
 import jaxvit
+import numpy
 
-MODEL = sys.argv[1]
+MODEL, CLIPS = sys.argv[1:]
+GRAY = numpy.zeros((64, 64), numpy.uint8)
 def load(**options):
     return jaxvit.load(MODEL, **{"budgets": [64], "store": False, "dtype": "float32"} | options)
 
@@ -67,6 +69,14 @@ calls = {
     "devices": lambda: load(devices=5),
     "devices ": lambda: load(devices=jax.local_devices()[0]),
     "devices  ": lambda: load(devices=["cpu"]),
+    "devices   ": lambda: load(devices=[[]]),
+    "dtype ": lambda: load(dtype=numpy.array(["float32", "bfloat16"])),
+    "attention": lambda: load(attention=numpy.array(["auto", "xla"])),
+    "CheckpointError settings": lambda: load(processor={5: 1, "x": 2}),
+    "items ": lambda: encoder.plan(5),
+    "MediaError layout": lambda: encoder.prepare(jaxvit.Image(GRAY, layout=numpy.array(["hwc", "chw"]))),
+    "MediaError fps": lambda: jaxvit.load(CLIPS, store=False).prepare(jaxvit.Video([GRAY], fps=numpy.complex64(2))),
+    "MediaError numbers": lambda: encoder.items({"pixel_values": "x", "spatial_shapes": "x"}),
     "processor": lambda: load(processor="min_pixels"),
     "store": lambda: load(store=True),
     "on_overflow": lambda: load(on_overflow=None),
@@ -92,7 +102,7 @@ assert encoder.encode([]) is not None
 
 def test_arguments_of_another_type_are_refused_in_words() -> None:
     environment = {**os.environ, "XLA_FLAGS": ""}
-    command = [sys.executable, "-c", TYPES, str(checkpoint("lfm2_5_vl"))]
+    command = [sys.executable, "-c", TYPES, str(checkpoint("lfm2_5_vl")), str(checkpoint("kimi_k25"))]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["refused"] * TYPES.count(": lambda: ")

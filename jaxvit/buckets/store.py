@@ -56,11 +56,13 @@ class Store:
     def __init__(self, folder: str | os.PathLike[str] | None = None):
         self.folder = default_folder() if folder is None else Path(folder)
         self.writable = True
+        if folder == "" or "\0" in str(folder):
+            raise StoreError(f"the executable store {folder!r} is no folder's path; pass another, or store=False")
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             self._unwritable(error)
-        if self.folder.exists():
+        if os.path.exists(self.folder):  # and not Path.exists, which raises for names that are too long
             if not self.folder.is_dir():
                 raise StoreError(
                     f"the executable store {self.folder} is not a folder; pass store=False or another path"

@@ -143,6 +143,17 @@ def test_a_store_that_is_a_file_is_refused(tmp_path: Path):
         Store(tmp_path / "file")
 
 
+@pytest.mark.parametrize("folder", ["", "zero\0byte"])
+def test_a_store_whose_path_is_none_is_refused(folder: str):
+    with pytest.raises(StoreError, match="is no folder's path; pass another, or store=False"):
+        Store(folder)
+
+
+def test_a_store_whose_name_is_too_long_is_a_warning(tmp_path: Path, caplog):
+    assert not Store(tmp_path / ("a" * 5000)).writable
+    assert "cannot be written" in caplog.text
+
+
 def test_the_key_changes_with_everything_that_can_change_the_result(monkeypatch):
     device = jax.devices()[0]
     dispatcher = encoder("qwen2_5_vl").dispatcher
