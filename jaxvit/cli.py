@@ -6,6 +6,8 @@ used, 130 interrupted.
 
 from __future__ import annotations
 
+import sys
+
 import typer
 from rich.markup import escape
 
@@ -34,6 +36,8 @@ for command in (demo, encode, show, compare, compile, inspect, bench, tune):
 
 def main() -> None:
     """Entry point: an error of ours is one clear line, not a traceback."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be text
     try:
         app()
     except Exception as error:

@@ -17,6 +17,8 @@ start, its position put back), a PIL image, a uint8 array, or ``jaxvit.Image(arr
   refused.
 - A picture over Pillow's limit (``PIL.Image.MAX_IMAGE_PIXELS``, half of where Pillow itself gives up) is refused before
   it is decoded. The limit is only read here, never set.
+- An array over that limit is refused too; so is a path of a pipe, a device or a socket, which might never end, and a
+  file over 1 GiB.
 - Cut-off, empty and foreign files are refused; so are EPS, which would have to be run, and URLs: nothing is fetched.
   (Under ``PIL.ImageFile.LOAD_TRUNCATED_IMAGES``, which is not set here, Pillow gives what there is of a cut-off file.)
 

@@ -191,7 +191,8 @@ def line(figure: Figure, x: float, y: float, *words: Words) -> float:
 
 
 def shortened(name: str, most: int = 36) -> str:
-    """A name without its middle, where it is too long for a title."""
+    """A name without its middle, where it is too long for a title, and without what no font draws."""
+    name = "".join(letter if letter.isprintable() else "\ufffd" for letter in name)
     return name if len(name) <= most else f"{name[: most // 2]}\u2026{name[-most // 2 + 1 :]}"
 
 

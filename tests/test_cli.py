@@ -297,6 +297,30 @@ def test_show_takes_a_video_file_and_names_a_family_that_does_not(
     assert not (tmp_path / "none.png").exists()
 
 
+def test_show_refuses_a_rate_for_a_picture(run: Run, model: Path, photos: dict[str, Path], tmp_path: Path) -> None:
+    outcome = run("show", model, photos["chelsea"], "--fps", "2", "-o", tmp_path / "map.png")
+    assert outcome.code == 2
+    assert "--fps" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_an_output_that_cannot_be_written_is_one_line(
+    run: Run, model: Path, photos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "map.png").mkdir()
+    outcome = run("show", model, photos["chelsea"], "-o", tmp_path / "map.png")
+    assert outcome.code == 2
+    assert "isafolder" in "".join(outcome.err.replace("│", "").split())
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jaxvit.plots.show", full)
+    outcome = run("show", model, photos["chelsea"], "-o", tmp_path / "other.png")
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: [Errno 28] No space left on device: check the path, its permissions and")
+
+
 @pytest.mark.parametrize("command", [("show", "{photo}", "-o"), ("compare", "{photo}", "--picture")])
 def test_pictures_are_refused_before_anything_is_loaded(
     run: Run, photos: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]

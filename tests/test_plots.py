@@ -194,6 +194,7 @@ def test_a_grid_too_fine_to_be_seen_is_left_out(qwen: Family) -> None:
 
 def test_long_names_lose_their_middle() -> None:
     assert sheet.shortened("cat.jpg") == "cat.jpg"
+    assert sheet.shortened("new\nline, no text \udcff.jpg") == "new\ufffdline, no text \ufffd.jpg"
     short = sheet.shortened("a photograph with quite a long name of its own.jpg")
     assert len(short) == 36
     assert short.startswith("a photograph")
