@@ -104,8 +104,8 @@ def test_a_nearly_empty_bucket_is_not_slower_than_a_full_one(name: str, attentio
 
     filled = [executable.program.fill(pieces) for pieces in (small, full)]
     best = [float("inf")] * 2
-    for round in range(60):  # in turn, and the quickest of each: other work on the machine only ever adds
-        if round >= 12 and best[0] <= 1.3 * best[1]:
+    for turn in range(60):  # in turn, and the quickest of each: other work on the machine only ever adds
+        if turn >= 12 and best[0] <= 1.3 * best[1]:
             break
         for which, arrays in enumerate(filled):
             start = time.perf_counter()
