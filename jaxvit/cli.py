@@ -6,6 +6,7 @@ used, 130 interrupted.
 
 from __future__ import annotations
 
+import io
 import sys
 
 import typer
@@ -36,7 +37,7 @@ for command in (demo, encode, show, compare, compile, inspect, bench, tune):
 
 def main() -> None:
     """Entry point: an error of ours is one clear line, not a traceback."""
-    if hasattr(sys.stdout, "reconfigure"):
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be text
     try:
         app()

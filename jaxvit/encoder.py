@@ -268,7 +268,7 @@ class Encoder:
             strict: from here on, a bucket that was not built raises CapacityError instead of compiling
                 (``bucketed=False`` compiles its exact shapes all the same).
         """
-        checks.kind("up_to", up_to, (int, type(None)), "a number of tokens, or None for every bucket")
+        checks.positive("up_to", up_to, int, "a number of tokens")
         self.dispatcher.warmup(up_to)
         self.dispatcher.strict = strict
 

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxvit import paths
+from jaxvit import checks, paths
 from jaxvit.bench.alone import Alone
 from jaxvit.bench.clock import timed
 from jaxvit.bench.loads import repainted, split
@@ -133,6 +133,7 @@ def tune(
     Raises:
         OptionError: the encoder's attention backend is fixed. CapacityError: no bucket fits on the device.
     """
+    checks.positive("seconds", seconds, (int, float), "a number of seconds")
     dispatcher, family = encoder.dispatcher, encoder.family
     if dispatcher.attention != "auto":
         raise OptionError(f'this encoder has attention={dispatcher.attention!r} for every bucket; load it with "auto"')

@@ -14,6 +14,7 @@ import jaxvit
 from jaxvit import checks
 from jaxvit.bench import bench
 from jaxvit.errors import JaxvitError, OptionError
+from jaxvit.tune import tune
 from tests.families import checkpoint, encoder, picture
 
 
@@ -32,6 +33,10 @@ def load(**options: Any) -> jaxvit.Encoder:
         (lambda: encoder("lfm2_5_vl").encode(picture(64, 64), out_dtype="float16"), "use bfloat16 or float32"),
         (lambda: encoder("lfm2_5_vl").encode(picture(64, 64), out_dtype="f4"), "out_dtype is 'f4'; choose one of"),
         (lambda: encoder("lfm2_5_vl").encode_iter([], lookahead=0), "lookahead is 0; give a number of items"),
+        (lambda: encoder("lfm2_5_vl").warmup(-1), "up_to is -1; give a number of tokens, or None"),
+        (lambda: encoder("lfm2_5_vl").warmup(True), "up_to is True; give a number of tokens, or None"),
+        (lambda: bench(encoder("lfm2_5_vl"), up_to=0), "up_to is 0; give a number of tokens, or None"),
+        (lambda: tune(encoder("lfm2_5_vl"), seconds=float("nan")), "seconds is nan; give a number of seconds, or None"),
         (lambda: bench(encoder("lfm2_5_vl"), "1x256,4x64"), r"give a list, such as \['1x256', '4x64'\]"),
     ],
 )

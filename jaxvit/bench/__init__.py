@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from jaxvit import checks
 from jaxvit.bench.loads import Load, full, load_of
 from jaxvit.bench.report import Report, environment
 from jaxvit.bench.subject import Subject, product_rates, share_memory
 from jaxvit.encoder import Encoder
-from jaxvit.errors import OptionError
+from jaxvit.errors import JaxvitError, OptionError
 
 __all__ = ["Load", "Report", "Subject", "bench", "share_memory"]
 
@@ -62,12 +63,14 @@ def bench(
         note: told what is being done.
         changed: given the report after every step, to save it.
     Raises:
-        OptionError: ``loads`` is text. A load that cannot be made is in ``failures``.
+        OptionError: an argument cannot be used. A load that cannot be made is in ``failures``.
     """
     from jaxvit.bench import calls
 
     if isinstance(loads, str):
         raise OptionError(f"loads is {loads!r}; give a list, such as {loads.split(',')!r}")
+    checks.positive("up_to", up_to, int, "a number of tokens")
+    checks.positive("seconds", seconds, (int, float), "a number of seconds")
     subject, family, begun = Subject(encoder), encoder.family, time.monotonic()
     model = name or (encoder.folder.name if encoder.folder else family.name)
     report = Report(model, family.name, encoder.dtype, environment(subject.device))
@@ -78,7 +81,8 @@ def bench(
         try:
             yield
         except Exception as error:
-            log.warning("bench: %s failed", name, exc_info=True)
+            told = isinstance(error, JaxvitError) and not log.isEnabledFor(logging.INFO)
+            log.warning("bench: %s failed: %s", name, error, exc_info=not told)
             report.failures[name] = f"{type(error).__name__}: {error}"[:400]
         changed(report)
 

@@ -89,7 +89,7 @@ def main() -> int:
                 pictures=PICTURES if asked.pictures else (),
                 host=asked.host,
                 start=asked.start,
-                seconds=left,
+                seconds=max(left, 1.0),
                 note=lambda text, tower=tower: say(f"{tower}: {text}"),
                 changed=lambda report, tower=tower: report.save(asked.out / f"{tower}.json"),
             )
