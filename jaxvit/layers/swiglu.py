@@ -29,7 +29,7 @@ def swiglu(x: Float[Array, "rows inputs"], gate: Linear, up: Linear) -> Float[Ar
     bias = None if gate.bias is None else gate.bias[...]
     rows, inputs = x.shape
     whole = kernel.shape[2] == COLUMNS and fits(rows, inputs, COLUMNS, COLUMNS)
-    if bias is not None and whole and fills(rows, 2 * len(kernel)):
+    if bias is not None and whole and fills(rows, len(kernel)):
         return joined(x, kernel, bias)
     return joined_plain(x, kernel, bias)
 
@@ -59,29 +59,9 @@ def joined(x: Array, kernel: Array, bias: Array) -> Array:
         bias: bfloat16 or float32 [tiles, 2, COLUMNS].
     """
 
-    # Few rows: tiles of half as many columns occupy twice as many multiprocessors.
-    tiles, columns = len(kernel), COLUMNS
-    if not fills(x.shape[0], tiles):
-        tiles, columns = 2 * tiles, COLUMNS // 2
-    cut = COLUMNS // columns
-
-    def runs(tile: Array) -> list[Array]:
-        first = lax.div(tile, jnp.int32(cut)) * (2 * COLUMNS) + lax.rem(tile, jnp.int32(cut)) * columns
-        return [first, first + COLUMNS]
-
     def finish(part: Part, put: Put, tile: Array, known: list[Array]) -> None:
-        gate, up = part(0, columns), part(columns, columns)
+        gate, up = part(0, COLUMNS), part(COLUMNS, COLUMNS)
         put(0, gate * (0.5 * jnp.tanh(0.5 * gate) + 0.5) * up)
 
-    flat = kernel.reshape(-1, x.shape[1])
-    return product(
-        x,
-        flat,
-        bias.reshape(-1),
-        finish,
-        columns=2 * columns,
-        written=columns,
-        stages=STAGES,
-        runs=None if cut == 1 else runs,
-        name="swiglu",
-    )
+    flat, width = kernel.reshape(-1, x.shape[1]), 2 * COLUMNS
+    return product(x, flat, bias.reshape(-1), finish, columns=width, written=COLUMNS, stages=STAGES, name="swiglu")

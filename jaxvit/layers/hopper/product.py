@@ -52,7 +52,6 @@ def product(
     columns: int,
     written: int,
     stages: int,
-    runs: Callable[[Array], Sequence[Array]] | None = None,
     tables: Sequence[Array] = (),
     name: str,
 ) -> Array:
@@ -62,14 +61,13 @@ def product(
 
     Args:
         x: bfloat16 [rows, inputs], whole tiles.
-        kernel: bfloat16 [tiles x columns, inputs]; a tile's columns are neighbours, or see ``runs``.
+        kernel: bfloat16 [tiles x columns, inputs].
         bias: bfloat16 or float32 [tiles x columns].
         finish: takes a tile's columns by ``part``, hands the result's to ``put``; it also gets the tile's number, and
             what it needs of the tables: float32 [64, width] each.
         columns: of the kernel in a tile, a multiple of 16, at most 256.
         written: columns of the result that come of a tile.
         stages: blocks of inputs in shared memory at a time.
-        runs: a tile's number -> where its columns begin in the kernel and the bias, if they are equal runs of columns.
         tables: float32 [rows, width]: read by row, before the product.
     """
     import jax.experimental.pallas as pl
@@ -81,9 +79,6 @@ def product(
     band = min(32 if down >= 128 else 16, down)
     total = down * across
     matrix, column = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
-
-    starts_of = runs or (lambda tile: [tile * columns])
-    run = columns // len(starts_of(jnp.int32(0)))
 
     # Hardware barriers 0 to 3 belong to Mosaic. Then: "the slot was read", and "the biases were read".
     read, bias_read, threads = 4, 4 + stages, 2 * 128 + 32
@@ -179,9 +174,8 @@ def product(
                             slot, deep = lax.rem(before + block, integer(stages)), pl.ds(block * DEPTH, DEPTH)
                             sync(read + slot, threads)
                             plgpu.copy_gmem_to_smem(x_all.at[pl.ds(row * ROWS, ROWS), deep], xs.at[slot], here.at[slot])
-                            for index, start in enumerate(starts_of(tile)):
-                                into = kernels.at[slot, pl.ds(index * run, run)]
-                                plgpu.copy_gmem_to_smem(kernel_all.at[pl.ds(start, run), deep], into, here.at[slot])
+                            wanted = kernel_all.at[pl.ds(tile * columns, columns), deep]
+                            plgpu.copy_gmem_to_smem(wanted, kernels.at[slot], here.at[slot])
 
                         return before + blocks
 
@@ -192,9 +186,8 @@ def product(
                     @pl.loop(integer(0), count)
                     def _(number: Array) -> None:
                         sync(bias_read, threads)
-                        for index, start in enumerate(starts_of(place(number)[1])):
-                            into = biases.at[pl.ds(index * run, run)]
-                            plgpu.copy_gmem_to_smem(bias_all.at[pl.ds(start, run)], into, bias_here)
+                        wanted = pl.ds(place(number)[1] * columns, columns)
+                        plgpu.copy_gmem_to_smem(bias_all.at[wanted], biases, bias_here)
 
     return plgpu.kernel(
         body,
@@ -204,8 +197,8 @@ def product(
             shared(stages, columns, DEPTH),
             shared(2, half, written),
             plgpu.SMEM((columns,), bias.dtype),
-            plgpu.Barrier(num_arrivals=1 + columns // run, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=columns // run),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=1),
         ],
         grid=(MULTIPROCESSORS,),
         grid_names=("processor",),
