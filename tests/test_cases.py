@@ -169,7 +169,9 @@ def bad_items(name: str) -> dict[str, tuple[Any, str]]:
     from tests.test_media import BAD, BAD_VIDEOS
 
     found: dict[str, tuple[Any, str]] = {kind: pair for kind, pair in BAD.items() if kind != "huge text chunk"}
-    found |= {f"video, {kind}": pair for kind, pair in BAD_VIDEOS.items()}
+    unread = "has no video input; pass the frames as images"
+    for kind, (video, words) in BAD_VIDEOS.items():
+        found[f"video, {kind}"] = (video, words if name in VIDEO else unread)
     if name == QWEN:
         found |= {"aspect": (np.zeros((1, 201, 3), np.uint8), "201.0 times the other, the limit is 200: crop it")}
     if name == KIMI:
@@ -177,7 +179,7 @@ def bad_items(name: str) -> dict[str, tuple[Any, str]]:
     if name not in VIDEO:
         found |= {
             "aspect": (np.zeros((1, 2000, 3), np.uint8), "2000.0 times the other, .*: crop it, or cut it into parts"),
-            "video": (clip(2, 64, 64), "has no video input; pass the frames as images"),
+            "video": (clip(2, 64, 64), unread),
         }
     return found
 
