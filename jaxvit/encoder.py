@@ -78,8 +78,8 @@ def load(
     compute = _dtype(dtype, dtype_of(folder, family.keys))
     ladder = _ladder.resolve(family, budgets, placed[0], max_pieces)
     module = nnx.eval_shape(family.module)
-    stream = load_parameters(folder, family.keys, parameter_shapes(module), jnp.dtype(compute))
     layout = weights_of(family, module, placed[0].platform, compute)
+    stream = load_parameters(folder, family.keys, parameter_shapes(module), jnp.dtype(compute), layout.widened)
     weights = layout.pack(stream, lambda array: [jax.device_put(array, device) for device in placed])
     build = compile_program if store is False else Store(store).build
     encoder = Encoder(

@@ -11,9 +11,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ DENSE_SCORES = 2 * 2**30
 LOST = 2.0
 """A backend this many times slower than the best is not tried on larger buckets, from ``LOST_FROM`` patches on."""
 LOST_FROM = 1024
+APART = 4
+"""Every so many buckets of a ladder are tried first."""
 THREADS = 16
 """That compile at once."""
 SAME = 0.02
@@ -144,28 +147,16 @@ def tune(
     def late(share: float) -> bool:
         return seconds is not None and time.monotonic() - begun > share * seconds
 
-    measured: list[Measured] = []
-    lost: set[str] = set()
-    pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
-    note(f"compiling the attention of {len(candidates.buckets)} buckets")
-    trials = [_trial(encoder, bucket, pool) for bucket in candidates]
-    while trials:
-        trial = trials.pop(0)  # and with it, its arrays on the device
-        one = trial.measured
-        if measured and late(0.5):
-            one.attention.clear()
-            one.bucket = replace(one.bucket, attention=measured[-1].bucket.attention)
-        else:
-            note(f"{time.monotonic() - begun:.0f} s: attention of {one.bucket.tokens} tokens")
-            _choose(trial, lost)
-        measured.append(one)
-    pool.shutdown(cancel_futures=True)
-    _build(encoder, measured, note)
+    def told(text: str) -> None:
+        note(f"{time.monotonic() - begun:.0f} s: {text}")
+
+    measured = _backends(encoder, list(candidates), lambda: late(0.5), told)
+    _build(encoder, measured, told)
     for one in reversed(measured):
         if one.dropped is None and late(1.0):
             one.dropped = f"not measured: {seconds:.0f} s were over"
         if one.dropped is None:
-            note(f"{time.monotonic() - begun:.0f} s: calls of {one.bucket.tokens} tokens")
+            told(f"calls of {one.bucket.tokens} tokens")
             try:
                 one.points = _calls(encoder, one.bucket)
                 one.bucket = fitted(one.bucket, one.points)
@@ -200,50 +191,94 @@ def _slug(text: str) -> str:
 # Attention alone
 
 
+def _backends(
+    encoder: Encoder, buckets: Sequence[Bucket], late: Callable[[], bool], note: Callable[[str], None]
+) -> list[Measured]:
+    """Every bucket with its fastest backend. Some buckets, spread over the ladder, come first; what is clearly slower
+    there is not compiled for larger ones. When it is late, a bucket takes the backend of the one below, untried."""
+    found: dict[int, Measured] = {}
+    lost: dict[str, int] = {}
+    every = range(len(buckets))
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        for places in (every[::APART], [place for place in every if place % APART]):
+            if found and late():
+                break
+            note(f"compiling the attention of {len(places)} buckets")
+            trials = [(place, _trial(encoder, buckets[place], pool, lost)) for place in places]
+            wait(
+                [ready for _, trial in trials for ready in trial.ready.values()]
+            )  # a measurement has the machine alone
+            while trials and not (found and late()):
+                place, trial = trials.pop(0)  # and with it, its arrays on the device
+                note(f"attention of {buckets[place].tokens} tokens")
+                _choose(trial, lost)
+                found[place] = trial.measured
+    for place in every:
+        if place not in found:
+            found[place] = Measured(replace(buckets[place], attention=found[place - 1].bucket.attention))
+    return [found[place] for place in every]
+
+
 @dataclass
 class _Trial:
-    """One bucket's attention, each backend being compiled."""
+    """One bucket's attention.
+
+    Attributes:
+        ready: each backend being compiled.
+        spared: those that lost on a smaller bucket, for the case that no other runs.
+    """
 
     measured: Measured
     alone: Alone
     ready: dict[str, Future[Any]]
+    spared: tuple[str, ...]
 
 
-def _trial(encoder: Encoder, bucket: Bucket, pool: ThreadPoolExecutor) -> _Trial:
-    """Every backend that can run the bucket, handed to the pool."""
+def _trial(encoder: Encoder, bucket: Bucket, pool: ThreadPoolExecutor, lost: Mapping[str, int]) -> _Trial:
+    """Every backend that can run the bucket and did not lose on one of fewer patches, handed to the pool.
+
+    Args:
+        lost: the patches at which a backend was clearly slower.
+    """
     one, platform = Measured(bucket), encoder.dispatcher.devices[0].platform
     alone = Alone(encoder, bucket, [p for parts in (PARTS[0], PARTS[2]) if (p := _filled(encoder, bucket, parts))])
-    ready = {}
+    able = []
     for name, backend in attention.BACKENDS.items():
         scores = 4.0 * bucket.patches**2 * tower_of(encoder.family).heads
         reason = backend.why_not(platform, encoder.dtype)
         if reason is None and name == "dense" and scores > DENSE_SCORES:
             reason = "its scores are too large"
         if reason is None:
-            ready[name] = pool.submit(alone.prepare, name)
+            able.append(name)
         else:
             one.attention[name] = reason
-    return _Trial(one, alone, ready)
+    spared = tuple(name for name in able if lost.get(name, bucket.patches) < bucket.patches)
+    one.attention |= dict.fromkeys(spared, "lost on a smaller bucket")
+    return _Trial(one, alone, {name: pool.submit(alone.prepare, name) for name in able if name not in spared}, spared)
 
 
-def _choose(trial: _Trial, lost: set[str]) -> None:
-    """Times a bucket's backends and puts the fastest into it. Those that lost before are tried if no other runs."""
+def _choose(trial: _Trial, lost: dict[str, int]) -> None:
+    """Times a bucket's backends, puts the fastest into it, and adds to ``lost`` what is clearly slower."""
     one, times = trial.measured, dict[str, float]()
-    for name in sorted(trial.ready, key=lambda name: name in lost):  # those that lost come last
-        if name in lost and times.keys() - lost:
-            one.attention[name] = "lost on a smaller bucket"
-            continue
+
+    def attempt(name: str, ready: Callable[[], Any]) -> None:
         try:
-            one.attention[name] = times[name] = trial.alone.milliseconds(trial.ready[name].result())
+            one.attention[name] = times[name] = trial.alone.milliseconds(ready())
         except Exception as error:
             log.warning("tune: %s at %d tokens", name, one.bucket.tokens, exc_info=True)
             one.attention[name] = f"{type(error).__name__}: {error}"[:200]
+
+    for name, ready in trial.ready.items():
+        attempt(name, ready.result)
+    for name in () if times else trial.spared:
+        attempt(name, partial(trial.alone.prepare, name))
     if not times:
         one.dropped = "no attention backend ran"
         return
     best = min(times, key=lambda name: times[name])
     if one.bucket.patches >= LOST_FROM:
-        lost |= {name for name, value in times.items() if value > LOST * times[best]}
+        slow = [name for name, value in times.items() if value > LOST * times[best]]
+        lost |= {name: min(one.bucket.patches, lost.get(name, one.bucket.patches)) for name in slow}
     one.bucket = replace(one.bucket, attention=best)
 
 

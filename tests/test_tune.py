@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,7 +143,7 @@ def test_what_a_bucket_took_is_recorded_and_makes_the_guides_table(
     )
     bucket = kept[0].bucket
     cells = [f"{bucket.tokens}", f"{bucket.patches}", bucket.attention, f"{record['compile_seconds'][0]:.1f}"]
-    assert f"| {' | '.join(cells)} | {kept[0].points[0][1]:.3f} | " in section
+    assert f"| {' | '.join(cells)} | {round(kept[0].points[0][1], 4):.3f} | " in section
     guide = tmp_path / "README.md"
     guide.write_text(f"before\n{guides.MARKS[0]}\nstale\n{guides.MARKS[1]}\nafter\n")
     guides.write_tables(guide)
@@ -191,12 +191,49 @@ def test_a_backend_that_lost_clearly_is_not_tried_on_larger_buckets() -> None:
     known = encoder("lfm2_5_vl")
     bucket = from_budgets(known.family, [64], platform="cpu").buckets[0]
     with ThreadPoolExecutor(2) as pool:
-        trial = tune._trial(known, bucket, pool)
-        tune._choose(trial, {"dense"})
+        trial = tune._trial(known, bucket, pool, {"dense": bucket.patches - 1})
+        tune._choose(trial, {})
         assert trial.measured.attention["dense"] == "lost on a smaller bucket"
         assert trial.measured.bucket.attention == "xla"
-        tune._choose(trial, {"dense", "xla"})
+        assert "dense" in tune._trial(known, bucket, pool, {"dense": bucket.patches}).ready, "it lost on none smaller"
+        trial = tune._trial(known, bucket, pool, {"dense": 1, "xla": 1})
+        tune._choose(trial, {})
         assert all(isinstance(trial.measured.attention[name], float) for name in ("dense", "xla")), "no other is left"
+
+
+def test_what_is_clearly_slower_is_remembered_from_1024_patches_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = {name: Future[str]() for name in ("dense", "xla", "mosaic")}
+    for name, future in done.items():
+        future.set_result(name)
+    lost: dict[str, int] = {}
+    for patches, slower in ((512, 9.0), (4096, 9.0), (1024, 2.1), (2048, 1.9)):
+        costs = {"dense": slower, "xla": 1.9, "mosaic": 1.0}
+        monkeypatch.setattr(Alone, "milliseconds", lambda _, name, costs=costs: costs[name])
+        trial = tune._Trial(tune.Measured(Bucket(patches // 4, patches, 1, 0)), Alone.__new__(Alone), done, ())
+        tune._choose(trial, lost)
+        assert trial.measured.bucket.attention == "mosaic"
+    assert lost == {"dense": 1024}
+
+
+def test_buckets_spread_over_the_ladder_are_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = encoder("lfm2_5_vl")
+    buckets = from_budgets(known.family, range(64, 64 * 7, 64), platform="cpu").buckets
+    order, seen = [], []
+
+    def trial(encoder: jaxvit.Encoder, bucket: Bucket, pool: ThreadPoolExecutor, lost: dict[str, int]) -> tune._Trial:
+        seen.append(dict(lost))
+        return tune._Trial(tune.Measured(bucket), Alone.__new__(Alone), {}, ())
+
+    def choose(trial: tune._Trial, lost: dict[str, int]) -> None:
+        order.append(trial.measured.bucket.tokens)
+        lost["dense"] = 1
+
+    monkeypatch.setattr(tune, "_trial", trial)
+    monkeypatch.setattr(tune, "_choose", choose)
+    found = tune._backends(known, buckets, lambda: False, lambda _: None)
+    assert order == [64, 320, 128, 192, 256, 384]
+    assert [one.bucket for one in found] == list(buckets)
+    assert seen == [{}] * 2 + [{"dense": 1}] * 4
 
 
 def test_attention_alone_has_the_head_dim_of_a_projection_cut_by_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +274,7 @@ def test_when_time_is_over_buckets_take_the_last_winner_and_what_is_not_measured
 ) -> None:
     now = 0.0
 
-    def choose(trial: tune._Trial, lost: set[str]) -> None:
+    def choose(trial: tune._Trial, lost: dict[str, int]) -> None:
         nonlocal now
         now += 6.0
         trial.measured.bucket = replace(trial.measured.bucket, attention="xla")

@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -164,23 +165,25 @@ class Dispatcher:
             CapacityError: a piece fits no bucket and ``on_overflow`` is "error".
         """
         jobs = [(index, number, piece) for index, item in enumerate(items) for number, piece in enumerate(item.pieces)]
-        too_large = [job for job in jobs if not self.ladder.holds(job[2].demand)]
+        demands = [piece.demand for _, _, piece in jobs]
+        held = [self.ladder.holds(demand) for demand in demands]
+        too_large = [job for job, fits in zip(jobs, held, strict=True) if not fits]
         if too_large and self.on_overflow == "error":
             raise self._too_large(*too_large[0])
         queues: list[list[Call]] = []
-        shares = spread([piece.demand for _, _, piece in jobs], self.ladder, len(self.devices))
+        shares = spread(demands, self.ladder, len(self.devices))
         for device, share in enumerate(shares):
             calls: list[Call] = []
-            groups: dict[str, list[tuple[int, int, Piece]]] = defaultdict(list)
-            for job in (jobs[index] for index in share):
-                if self.ladder.holds(job[2].demand):
-                    groups[str(job[2].patches.dtype)].append(job)
+            groups: dict[str, list[int]] = defaultdict(list)
+            for index in share:
+                if held[index]:
+                    groups[jobs[index][2].patches.dtype.str].append(index)
                 else:
-                    calls.append(self._call(overflow_bucket(self.ladder, job[2].demand), [job], device))
+                    calls.append(self._call(overflow_bucket(self.ladder, demands[index]), [jobs[index]], device))
             for _, group in sorted(groups.items()):  # one executable takes pixels of one dtype
-                for packed in planner.plan([job[2].demand for job in group], self.ladder):
+                for packed in planner.plan([demands[index] for index in group], self.ladder):
                     bucket = self.ladder.buckets[packed.bucket]
-                    calls.append(self._call(bucket, [group[index] for index in packed.pieces], device))
+                    calls.append(self._call(bucket, [jobs[group[index]] for index in packed.pieces], device))
             queues.append(calls)
         return Plan(tuple(interleave(queues)), tuple(job[:2] for job in too_large))
 
@@ -201,9 +204,9 @@ class Dispatcher:
         )
 
     def _call(self, bucket: Bucket, jobs: Sequence[tuple[int, int, Piece]], device: int) -> Call:
-        offsets = np.cumsum([0] + [piece.tokens for _, _, piece in jobs[:-1]])
+        offsets = accumulate((piece.tokens for _, _, piece in jobs[:-1]), initial=0)
         slots = tuple(
-            Slot(item, number, int(offset), piece.tokens)
+            Slot(item, number, offset, piece.tokens)
             for (item, number, piece), offset in zip(jobs, offsets, strict=True)
         )
         return Call(bucket, pixels_of(jobs[0][2]), slots, sum(piece.rows for _, _, piece in jobs), device)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import jax
@@ -27,6 +30,10 @@ Pixels = Literal["uint8", "float32"]
 
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 """With Triton products on, autotuning takes most of a minute a bucket and finds nothing faster than cuBLAS."""
+COPIERS = max(1, min(4, (os.cpu_count() or 1) // 4))
+"""Threads that copy one array."""
+COPY_ALONE = 2**20
+"""Bytes below which one thread copies: handing over work takes about as long."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +127,8 @@ class Program:
                 value, room = lax.optimization_barrier((value, result))
             return probe(name, value)
 
-        module = bind(self.module, self.weights.unpack(weights))
         with hopper.kernels_for(self.platform, self.dtype):
+            module = bind(self.module, self.weights.unpack(weights))
             out = module(named, {reach: attend(reach) for reach in self.family.segment_sets}, watched)
         out = out[: self.bucket.tokens]  # patches are rounded up to the kernel's block, and so may be the tokens
         if room is not None:  # NaN where the embeddings are NaN
@@ -175,17 +182,41 @@ def pad(buffer: Buffer, rows: Rows | None) -> np.ndarray | None:
         if buffer.optional:
             return None
         raise CapacityError(f"buffer {buffer.name} is missing from the layout")
+    parts = rows if isinstance(rows, list) else [rows]
     out, place = np.empty(buffer.shape, buffer.dtype), 0
-    for part in rows if isinstance(rows, list) else [rows]:
-        if part.dtype != buffer.dtype or part.shape[1:] != buffer.shape[1:] or place + len(part) > len(out):
+    for part in parts:
+        place += len(part)
+        if part.dtype != buffer.dtype or part.shape[1:] != buffer.shape[1:] or place > len(out):
             raise CapacityError(
-                f"buffer {buffer.name}: got {part.dtype} {[place + len(part), *part.shape[1:]]}, "
+                f"buffer {buffer.name}: got {part.dtype} {[place, *part.shape[1:]]}, "
                 f"the bucket holds {buffer.dtype} {list(buffer.shape)}"
             )
-        out[place : place + len(part)] = part
-        place += len(part)
+    copy(parts, out)
     out[place:] = out[place - 1] if buffer.pad == "repeat_last" and place else 0
     return out
+
+
+def copy(parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+    """Copies parts one behind the other; much by several threads, since one does not use all the memory's bandwidth."""
+    ends = list(accumulate(map(len, parts), initial=0))
+
+    def copy_rows(low: int, high: int) -> None:
+        for part, (start, stop) in zip(parts, pairwise(ends), strict=True):
+            first, last = max(low, start), min(high, stop)
+            if first < last:
+                out[first:last] = part[first - start : last - start]
+
+    threads = COPIERS if sum(part.nbytes for part in parts) >= COPY_ALONE else 1
+    shares = list(pairwise(ends[-1] * share // threads for share in range(threads + 1)))
+    others = [_copiers().submit(copy_rows, *share) for share in shares[1:]]
+    copy_rows(*shares[0])
+    for other in others:
+        other.result()
+
+
+@cache
+def _copiers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(COPIERS - 1, "jaxvit-copy")
 
 
 class Executable:

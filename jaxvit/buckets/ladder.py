@@ -21,6 +21,9 @@ from jaxvit.models.family import Bucket, Demand, Family
 
 BLOCK = 64
 """Rows of an attention kernel's block: a bucket's patches are a multiple of it."""
+LARGE, LARGE_BLOCK = 1024, 128
+"""Above so many patches, kernels take twice the rows at a time: a bucket that does not say otherwise is a multiple of
+those, or slower ones would run."""
 MOST_SEGMENTS = 256
 """Segments of a bucket that does not say otherwise, at most."""
 OVERFLOW_STEP = 1.25
@@ -198,11 +201,16 @@ def overflow_bucket(ladder: Ladder, demand: Demand, step: float = OVERFLOW_STEP,
     segments, windows = max(segments, demand.segments), windows or demand.windows
     scale = 1.0
     while True:
-        capacities = int(tokens * scale), up(int(patches * scale), block), segments, int(windows * scale)
+        capacities = int(tokens * scale), whole_blocks(int(patches * scale), block), segments, int(windows * scale)
         bucket = Bucket(*capacities)
         if bucket.holds(demand):
             return bucket
         scale *= step
+
+
+def whole_blocks(patches: int, block: int = BLOCK) -> int:
+    """Rounded up to what the kernels take at a time."""
+    return up(patches, block if patches <= LARGE else max(block, LARGE_BLOCK))
 
 
 def complete(family: Family, given: Mapping[str, Any], max_pieces: int | None = None, block: int = BLOCK) -> Bucket:
@@ -218,7 +226,7 @@ def complete(family: Family, given: Mapping[str, Any], max_pieces: int | None = 
     least = smallest * family.merge**2
     if tokens < smallest:
         raise LadderError(f"tokens = {tokens}: no piece can use it, the smallest of {family.name} has {smallest}")
-    patches = whole(given.get("patches", up(tokens * family.merge**2, block)), "patches")
+    patches = whole(given.get("patches", whole_blocks(tokens * family.merge**2, block)), "patches")
     if patches % block:
         multiple = up(patches, block)
         raise LadderError(f"patches = {patches} is not a multiple of the kernel's block of {block}; take {multiple}")

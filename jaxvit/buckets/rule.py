@@ -39,7 +39,7 @@ class Rule:
     """
 
     first: int = 64
-    step: int = 16
+    step: int = 32
     per_doubling: int = 4
     reach: int = 4096
     call: float = 1.2
@@ -93,8 +93,8 @@ def rungs(rule: Rule, largest: Demand, cells: int) -> list[int]:
 
 
 def _multiple(value: int, step: int) -> int:
-    """Rounded up to a multiple of the step; up to one step, to one of 16."""
-    return up(value, step if value > step else min(step, 16))
+    """Rounded up to a multiple of the step; up to one step, to one of 32."""
+    return up(value, step if value > step else min(step, 32))
 
 
 def up(value: int, multiple: int) -> int:

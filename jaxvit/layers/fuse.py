@@ -26,6 +26,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
+from jaxvit.layers.hopper.packed import taken
+
 
 @dataclass(frozen=True)
 class Widening:
@@ -252,6 +254,13 @@ class Weights:
                 avals.append(jax.ShapeDtypeStruct((total,), of, sharding=place))
         return avals
 
+    def widened(self, name: str, array: np.ndarray) -> np.ndarray:
+        """A canonical parameter as it lies in the arguments, but for what is joined and packed."""
+        moved = array.view(f"u{array.dtype.itemsize}")  # which NumPy moves without holding Python's lock
+        for widening in self.widenings:
+            moved = widening.apply(name, moved)
+        return moved.view(array.dtype)
+
     def pack(
         self, parameters: Iterable[tuple[str, np.ndarray]], put: Callable[[np.ndarray], list[jax.Array]]
     ) -> list[list[jax.Array]]:
@@ -260,6 +269,7 @@ class Weights:
         Only vectors, and the first that comes of a pair, are held on the host.
 
         Args:
+            parameters: widened, see ``widened``.
             put: an array -> its copy on every device.
         """
         placed: dict[str, list[jax.Array]] = {}
@@ -268,8 +278,6 @@ class Weights:
         pairs = {name: pair for pair in self.joined for name in pair[:2]}
         halves: dict[str, np.ndarray] = {}
         for name, array in parameters:
-            for widening in self.widenings:
-                array = widening.apply(name, array)
             if name in pairs:
                 halves[name] = array
                 name, second, pairing = pairs[name]
@@ -296,7 +304,7 @@ class Weights:
         for places in filter(None, (self.vectors, self.biases)):
             packed, start = rest.pop(0), 0
             for name, shape in places:
-                vector = jax.lax.slice(packed, (start,), (start + prod(shape),)).reshape(shape)
+                vector = taken(packed, start, shape)
                 parameters[name] = vector if name in own else vector.astype(arrays[0].dtype)
                 start += prod(shape)
         return parameters | {second: parameters[first] for first, second, _ in self.joined}

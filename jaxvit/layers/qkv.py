@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxvit.layers.attention.windows import rotated
+from jaxvit.layers.hopper.packed import places
 from jaxvit.layers.hopper.product import Part, Put, fills, fits, product
 from jaxvit.layers.linear import Linear, precision
 from jaxvit.layers.rope import Rotation, widened
@@ -33,7 +34,8 @@ def project(
     _, dim, inputs = kernel.shape
     if bias is not None and (count := rotates(x.shape[0], kernel.shape)):
         cos, sin = widened(turn, dim // 2)
-        y = turned(x, kernel, bias[...], cos, sin, heads=heads, count=count)
+        [packed], start = places(bias[...])
+        y = turned(x, kernel, packed, start, cos, sin, heads=heads, count=count)
         return y.reshape(x.shape[0], 3, heads, dim), None
     dims = (((1,), (1,)), ((), ()))
     flat = kernel.reshape(-1, inputs)
@@ -61,7 +63,7 @@ def tile_heads(together: int, dim: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnames=("heads", "count"))
-def turned(x: Array, kernel: Array, bias: Array, cos: Array, sin: Array, heads: int, count: int) -> Array:
+def turned(x: Array, kernel: Array, bias: Array, start: Array, cos: Array, sin: Array, heads: int, count: int) -> Array:
     """By the kernel: bfloat16 [patches, 3 x heads x dim], q and k rotated in float32.
 
     A jit of its own, so that the kernel is lowered once however many layers call it.
@@ -69,7 +71,7 @@ def turned(x: Array, kernel: Array, bias: Array, cos: Array, sin: Array, heads: 
     Args:
         x: bfloat16 [patches, inputs], whole tiles.
         kernel: bfloat16 [3 x heads, dim, inputs].
-        bias: bfloat16 or float32 [3 x heads x dim].
+        bias, start: bfloat16 or float32 [3 x heads x dim], from there on.
         cos, sin: float32 [patches, dim / 2].
         count: heads of a tile.
     """
@@ -86,5 +88,5 @@ def turned(x: Array, kernel: Array, bias: Array, cos: Array, sin: Array, heads: 
     columns = count * dim
     flat, tables = kernel.reshape(-1, inputs), (cos, sin)
     return product(
-        x, flat, bias, finish, columns=columns, written=columns, stages=STAGES, tables=tables, name="qkv_rotated"
+        x, flat, bias, start, finish, columns=columns, written=columns, stages=STAGES, tables=tables, name="qkv_rotated"
     )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxvit.layers.hopper.packed import places
 from jaxvit.layers.hopper.product import Part, Put, fills, fits, product
 from jaxvit.layers.linear import Linear, precision
 
@@ -30,7 +31,8 @@ def swiglu(x: Float[Array, "rows inputs"], gate: Linear, up: Linear) -> Float[Ar
     rows, inputs = x.shape
     whole = kernel.shape[2] == COLUMNS and fits(rows, inputs, COLUMNS, COLUMNS)
     if bias is not None and whole and fills(rows, len(kernel)):
-        return joined(x, kernel, bias)
+        [packed], start = places(bias)
+        return joined(x, kernel, packed, start)
     return joined_plain(x, kernel, bias)
 
 
@@ -48,7 +50,7 @@ def joined_plain(
 
 
 @jax.jit
-def joined(x: Array, kernel: Array, bias: Array) -> Array:
+def joined(x: Array, kernel: Array, bias: Array, start: Array) -> Array:
     """By the kernel: bfloat16 [rows, outputs], silu and product in float32.
 
     A jit of its own, so that the kernel is lowered once however many layers call it.
@@ -56,7 +58,7 @@ def joined(x: Array, kernel: Array, bias: Array) -> Array:
     Args:
         x: bfloat16 [rows, inputs], whole tiles.
         kernel: bfloat16 [tiles, 2, COLUMNS, inputs].
-        bias: bfloat16 or float32 [tiles, 2, COLUMNS].
+        bias, start: bfloat16 or float32 [tiles, 2, COLUMNS], flat from there on.
     """
 
     def finish(part: Part, put: Put, tile: Array, known: list[Array]) -> None:
@@ -64,4 +66,4 @@ def joined(x: Array, kernel: Array, bias: Array) -> Array:
         put(0, gate * (0.5 * jnp.tanh(0.5 * gate) + 0.5) * up)
 
     flat, width = kernel.reshape(-1, x.shape[1]), 2 * COLUMNS
-    return product(x, flat, bias.reshape(-1), finish, columns=width, written=COLUMNS, stages=STAGES, name="swiglu")
+    return product(x, flat, bias, start, finish, columns=width, written=COLUMNS, stages=STAGES, name="swiglu")

@@ -146,7 +146,10 @@ class Bucket:
         return Demand(self.patches, self.tokens, self.segments, self.windows)
 
     def holds(self, demand: Demand) -> bool:
-        return all(need <= room for need, room in zip(demand, self.capacity, strict=True))
+        patches, tokens, segments, windows = demand
+        return (
+            patches <= self.patches and tokens <= self.tokens and segments <= self.segments and windows <= self.windows
+        )
 
 
 class Family(ABC):

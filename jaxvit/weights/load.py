@@ -1,9 +1,12 @@
-"""Checkpoint -> canonical parameters: everything is checked from the headers, then one parameter at a time is read."""
+"""Checkpoint -> canonical parameters: everything is checked from the headers, then a few at a time are read."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+import os
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
@@ -28,6 +31,10 @@ DTYPES = {
 }
 CHUNK = 2**20
 """Elements converted at a time, so that a cast needs no second copy of a tensor."""
+READERS = 4
+"""Threads that read and move parameters."""
+FileOf = Callable[[Path], FileIO]
+"""A path -> the file, open for the thread that asks."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +57,20 @@ class Parameter:
 
 
 def load_parameters(
-    folder: Path, table: KeyTable, shapes: Mapping[str, tuple[int, ...]], dtype: Any
+    folder: Path,
+    table: KeyTable,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: Any,
+    finish: Callable[[str, np.ndarray], np.ndarray] | None = None,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Streams a checkpoint's vision parameters; no more than the one in hand is held here.
+    """Streams a checkpoint's vision parameters, read by a few threads ahead of whoever takes them.
 
     Args:
         folder: of a Hugging Face snapshot.
         table: the family's keys.
         shapes: parameter path -> shape, of every parameter that the configuration asks for.
         dtype: of the arrays that come out.
+        finish: path and array -> what comes out in its place; done by the threads.
     Returns:
         (path, C-contiguous array) of every parameter once, in the order of the files.
     Raises:
@@ -68,7 +80,7 @@ def load_parameters(
     folder = Path(folder)
     config = _config(folder)
     parameters = plan(vision_tensors(folder, table.prefix), table, shapes, config)
-    return _stream(parameters, np.dtype(dtype), quantised.block_of(config))
+    return _stream(parameters, np.dtype(dtype), quantised.block_of(config), finish)
 
 
 def dtype_of(folder: Path, table: KeyTable) -> str:
@@ -218,29 +230,51 @@ def _config(folder: Path) -> Mapping[str, Any]:
     return read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
 
 
-def _stream(parameters: list[Parameter], dtype: np.dtype, block: tuple[int, int]) -> Iterator[tuple[str, np.ndarray]]:
+def _stream(
+    parameters: list[Parameter],
+    dtype: np.dtype,
+    block: tuple[int, int],
+    finish: Callable[[str, np.ndarray], np.ndarray] | None,
+) -> Iterator[tuple[str, np.ndarray]]:
     largest = max((prod(source.stored.shape) for parameter in parameters for source in parameter.sources), default=0)
-    scratch = np.empty(largest, dtype)  # one for all, so that memory is neither held twice nor fragmented
-    with ExitStack() as stack:
-        files = {}
+    own = threading.local()  # one scratch a thread, so that memory is neither held twice nor fragmented
+    workers = min(READERS, os.cpu_count() or 1)
+    with ExitStack() as opened, ThreadPoolExecutor(workers, "jaxvit-read") as pool:
+
+        def file_of(path: Path) -> FileIO:
+            files = vars(own).setdefault("files", {})  # a file has one position, so each thread opens its own
+            if path not in files:
+                files[path] = opened.enter_context(path.open("rb", buffering=0))
+            return files[path]
+
+        def made(parameter: Parameter) -> tuple[str, np.ndarray]:
+            if not hasattr(own, "scratch"):
+                own.scratch = np.empty(largest, dtype)
+            array = _assemble(parameter, file_of, own.scratch, block)
+            return parameter.path, array if finish is None else finish(parameter.path, array)
+
+        ahead: deque[Future[tuple[str, np.ndarray]]] = deque()
         for parameter in parameters:
-            for source in parameter.sources:
-                for stored in (source.stored, source.scale):
-                    if stored and stored.file not in files:
-                        files[stored.file] = stack.enter_context(stored.file.open("rb", buffering=0))
-            yield parameter.path, _assemble(parameter, files, scratch, block)
+            ahead.append(pool.submit(made, parameter))
+            if len(ahead) > workers:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
-def _assemble(
-    parameter: Parameter, files: Mapping[Path, FileIO], scratch: np.ndarray, block: tuple[int, int]
-) -> np.ndarray:
+def _assemble(parameter: Parameter, file_of: FileOf, scratch: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     whole = _aligned(parameter.shape, scratch.dtype)
     for source in parameter.sources:
         index, count = source.key.part or (0, 1)
         width = parameter.shape[-1] // count if parameter.shape else 0
         part = whole[..., index * width : (index + 1) * width] if count > 1 else whole
-        part[...] = source.key.transform(_read(source, files, scratch, block))
+        raw(part)[...] = source.key.transform(raw(_read(source, file_of, scratch, block)))
     return whole
+
+
+def raw(array: np.ndarray) -> np.ndarray:
+    """The same memory as unsigned integers, which NumPy moves without holding Python's lock; bfloat16 it does not."""
+    return array.view(f"u{array.dtype.itemsize}")
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -251,16 +285,16 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def _read(source: Source, files: Mapping[Path, FileIO], scratch: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+def _read(source: Source, file_of: FileOf, scratch: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     """A tensor in its stored shape, its scale applied, in memory that the next one overwrites."""
     stored, scale = source.stored, source.scale
     result = scratch[: prod(stored.shape)]
     if scale is None:
-        _cast(files[stored.file], stored, result)
+        _cast(file_of(stored.file), stored, result)
     else:
         weight, factor = (np.empty(part.shape, np.float32) for part in (stored, scale))
-        _cast(files[stored.file], stored, weight.reshape(-1))
-        _cast(files[scale.file], scale, factor.reshape(-1))
+        _cast(file_of(stored.file), stored, weight.reshape(-1))
+        _cast(file_of(scale.file), scale, factor.reshape(-1))
         quantised.apply_scale(weight, factor, block)
         result[...] = weight.reshape(-1)
     return result.reshape(stored.shape)

@@ -5,6 +5,7 @@ The same tests run on the CPU in float32 and, with the marker ``gpu``, on an acc
 
 from __future__ import annotations
 
+import math
 import time
 from functools import partial
 
@@ -132,19 +133,23 @@ def test_a_nearly_empty_bucket_is_not_slower_than_a_full_one(name: str):
     qkv = [jax.device_put(array) for array in inputs(patches, 80, "bfloat16")]
     run = jax.jit(partial(backend, scale=0.1))
 
-    def seconds(lengths: list[int]) -> float:
-        metadata = jax.device_put(backend.metadata(np.array(lengths, np.int32), patches, 64))
-        times = []
-        for _ in range(30):
+    loads = {"full": [1024] * 4, "nearly empty": [64], "empty": []}
+    metadata = {
+        load: jax.device_put(backend.metadata(np.array(lengths, np.int32), patches, 64))
+        for load, lengths in loads.items()
+    }
+    best = dict.fromkeys(loads, math.inf)
+    for _ in range(8):  # in turn, so that what disturbs one disturbs the others too
+        for load, arrays in metadata.items():
+            run(*qkv, arrays).block_until_ready()
             start = time.perf_counter()
-            jax.block_until_ready(run(*qkv, metadata))
-            times.append(time.perf_counter() - start)
-        return sorted(times)[10]
-
-    # 10% and 20 us for the noise of a call that takes 100 us.
-    full = seconds([1024] * 4)
-    assert seconds([64]) <= 1.1 * full + 20e-6
-    assert seconds([]) <= 1.1 * full + 20e-6
+            for _ in range(30):
+                found = run(*qkv, arrays)
+            found.block_until_ready()
+            best[load] = min(best[load], (time.perf_counter() - start) / 30)
+    print({load: f"{seconds * 1e6:.0f} us" for load, seconds in best.items()})
+    assert best["nearly empty"] <= 1.1 * best["full"], best
+    assert best["empty"] <= 1.1 * best["full"], best
 
 
 def test_padding_attends_within_tiles_of_its_own():

@@ -50,7 +50,7 @@ def test_widened_and_packed_weights_compute_what_canonical_ones_do(name: str, mo
     assert bool(wide.joined) == (name == "qwen2_5_vl")
     assert wide.biases
     monkeypatch.setattr(executables, "weights_of", lambda *_: wide)
-    stream = load_parameters(checkpoint(name), family.keys, shapes, np.dtype(np.float32))
+    stream = load_parameters(checkpoint(name), family.keys, shapes, np.dtype(np.float32), wide.widened)
     [weights] = wide.pack(stream, lambda array: [jax.device_put(array, device)])
     dispatcher = shared.dispatcher
     bucket = dispatcher.ladder.buckets[-1]

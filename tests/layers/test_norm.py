@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxvit.layers.hopper import kernels_for, norms
+from jaxvit.layers.hopper.packed import taken
 from jaxvit.layers.norm import LayerNorm, RMSNorm, inverse_root
 
 
@@ -70,10 +71,10 @@ def test_a_compiled_norm_contains_rows_that_are_not_finite_and_shows_them_elsewh
     @partial(jax.jit, static_argnames="contain")
     def run(x: jax.Array, packed: jax.Array, contain: bool) -> jax.Array:
         norm = kind(width, 1e-6)
-        norm.scale = nnx.Param(packed[width : 2 * width])
-        if kind is LayerNorm:
-            norm.bias = nnx.Param(packed[2 * width :])
         with kernels_for("cuda", "bfloat16") if kernel else nullcontext():
+            norm.scale = nnx.Param(taken(packed, width, (width,)))
+            if kind is LayerNorm:
+                norm.bias = nnx.Param(taken(packed, 2 * width, (width,)))
             assert norms.suits(x) == (kernel and rows >= norms.LEAST_ROWS)
             return norm(x, contain=contain)
 

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxvit.layers import qkv
 from jaxvit.layers.fuse import ByHead
 from jaxvit.layers.hopper import kernels_for
+from jaxvit.layers.hopper.packed import taken
 from jaxvit.layers.linear import Linear
 from jaxvit.layers.rope import rotate
 
@@ -72,13 +74,15 @@ def test_the_product_rotates_q_and_k_and_leaves_v(rows: int, dim: int, pairs: st
     by_head(made)
 
     @jax.jit
-    def run(x: jax.Array, turn: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def run(x: jax.Array, turn: tuple[jax.Array, jax.Array], packed: jax.Array) -> jax.Array:
         with kernels_for("cuda", "bfloat16"):
+            made.bias = nnx.Param(taken(packed, 128, bias.shape))
             found, due = qkv.project(x, made, HEADS, turn)
         assert due is None
         return found
 
-    found = run(x, turn)
+    packed = jnp.pad(jnp.asarray(bias, jnp.float32), (128, 64), constant_values=100)
+    found = run(x, turn, packed)
     turned = np.asarray(rotate(jnp.asarray(truth[:, : 2 * HEADS].astype(np.float32)), turn))
     for index, expected in enumerate([turned[:, :HEADS], turned[:, HEADS:], truth[:, 2 * HEADS :]]):
         error = np.linalg.norm(np.asarray(found[:, index]).astype(np.float64) - expected)

@@ -81,13 +81,15 @@ def test_a_tile_holds_gate_and_then_up():
 def test_the_kernel_equals_float64(rows: int, width: int, outputs: int):
     gate, up = layers(width, outputs, "bfloat16")
     x = inputs(rows, width, "bfloat16")
-    arrays = jax.device_put((x, *joined(gate, up, swiglu.COLUMNS)))
+    x_kernel_bias = jax.device_put((x, *joined(gate, up, swiglu.COLUMNS)))
+    packed = jnp.pad(x_kernel_bias[2].reshape(-1), (start := 256, 128), constant_values=100)
+    arrays = (*x_kernel_bias[:2], packed, jnp.array([start], jnp.int32))
     expected = truth(x, gate, up)
     found = np.asarray(swiglu.joined(*arrays))
     assert found.shape == expected.shape
     # Half a unit in the last place of bfloat16, 2^-9, is the most that rounding the exact result once may cost.
     assert error(found, expected) <= 2**-9
-    assert error(jax.jit(swiglu.joined_plain)(*arrays), expected) <= 8e-3
+    assert error(jax.jit(swiglu.joined_plain)(*x_kernel_bias), expected) <= 8e-3
     assert all(np.array_equal(swiglu.joined(*arrays), found) for _ in range(20)), "no run differs: no race"
 
 
@@ -96,9 +98,10 @@ def test_a_row_that_is_not_finite_stays_alone_in_the_kernel():
     gate, up = layers(1280, 3456, "bfloat16")
     x = inputs(2048, 1280, "bfloat16")
     kernel, bias = joined(gate, up, swiglu.COLUMNS)
-    clean = np.asarray(swiglu.joined(jnp.asarray(x), kernel, bias)).astype(np.float32)
+    rest = kernel, bias.reshape(-1), jnp.zeros(1, jnp.int32)
+    clean = np.asarray(swiglu.joined(jnp.asarray(x), *rest)).astype(np.float32)
     x[100, 7], x[1900, 3] = np.nan, np.inf
-    found = np.asarray(swiglu.joined(jnp.asarray(x), kernel, bias)).astype(np.float32)
+    found = np.asarray(swiglu.joined(jnp.asarray(x), *rest)).astype(np.float32)
     others = np.delete(np.arange(2048), [100, 1900])
     assert np.array_equal(found[others], clean[others])
     assert np.isnan(found[100]).all()

@@ -13,6 +13,8 @@ from contextvars import ContextVar
 
 import jax
 
+from jaxvit.layers.hopper import packed
+
 OLDEST_JAX = (0, 11)
 
 _allowed: ContextVar[bool] = ContextVar("allowed", default=False)
@@ -46,7 +48,8 @@ def kernels_for(platform: str, dtype: str) -> Iterator[None]:
     """What is traced in here is for that platform and dtype. Outside, no layer uses a kernel."""
     token = _allowed.set(why_not(platform, dtype) is None)
     try:
-        yield
+        with packed.remembered():
+            yield
     finally:
         _allowed.reset(token)
 

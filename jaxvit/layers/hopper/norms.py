@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxvit.layers.hopper import allowed
+from jaxvit.layers.hopper.packed import places
 
 ROWS = 4
 """Rows of a block of threads, one a warp."""
@@ -30,9 +31,19 @@ def suits(x: Array) -> bool:
     return allowed() and whole and x.shape[0] >= LEAST_ROWS
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "contain"))
 def layer_norm(x: Array, scale: Array, bias: Array, eps: float, contain: bool) -> Array:
     """As ``layers.norm.LayerNorm``: bfloat16 [rows, width]."""
+    return _layer_norm(x, *places(scale, bias), eps=eps, contain=contain)
+
+
+def rms_norm(x: Array, scale: Array, eps: float, contain: bool) -> Array:
+    """As ``layers.norm.RMSNorm``: bfloat16 [rows, width]."""
+    return _rms_norm(x, *places(scale), eps=eps, contain=contain)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "contain"))
+def _layer_norm(x: Array, arrays: list[Array], starts: Array, eps: float, contain: bool) -> Array:
+    """A jit of its own, so that the kernel is lowered once however many layers call it."""
 
     def normal(wide: Array, mean: Any, down: Any, across: Any, scale: Array, bias: Array) -> Array:
         centred = wide - down(mean(wide))
@@ -40,29 +51,30 @@ def layer_norm(x: Array, scale: Array, bias: Array, eps: float, contain: bool) -
         y = y * across(scale.astype(jnp.float32)) + across(bias.astype(jnp.float32))
         return (jnp.where(y == y, y, 0.0) if contain else y).astype(jnp.bfloat16)
 
-    return _rows(x, [scale, bias], normal, "layer_norm")
+    return _rows(x, arrays, starts, normal, "layer_norm")
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "contain"))
-def rms_norm(x: Array, scale: Array, eps: float, contain: bool) -> Array:
-    """As ``layers.norm.RMSNorm``: bfloat16 [rows, width]."""
+def _rms_norm(x: Array, arrays: list[Array], starts: Array, eps: float, contain: bool) -> Array:
+    """See ``_layer_norm``."""
 
     def normal(wide: Array, mean: Any, down: Any, across: Any, scale: Array) -> Array:
         y = wide * down(_inverse_root(mean(wide * wide), eps))
         y = jnp.where(y == y, y, 0.0) if contain else y
         return y.astype(jnp.bfloat16) * across(scale)
 
-    return _rows(x, [scale], normal, "rms_norm")
+    return _rows(x, arrays, starts, normal, "rms_norm")
 
 
 def _inverse_root(square: Array, eps: float) -> Array:
     return jnp.where(square < jnp.inf, lax.rsqrt(square + eps), jnp.nan)
 
 
-def _rows(x: Array, vectors: list[Array], normal: Any, name: str) -> Array:
+def _rows(x: Array, arrays: list[Array], starts: Array, normal: Any, name: str) -> Array:
     """Each row through ``normal(wide, mean, down, across, *vectors)``.
 
     ``mean`` is a row's mean, ``down`` repeats a number for each row over the row, ``across`` a vector over all rows.
+    The vectors begin at ``starts`` of the arrays.
     """
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -80,8 +92,9 @@ def _rows(x: Array, vectors: list[Array], normal: Any, name: str) -> Array:
     def across(vector: Array) -> Array:
         return lax.broadcast_in_dim(vector, (ROWS, width), [1])
 
-    def body(source: Any, *refs: Any) -> None:
-        *vectors, out = refs
+    def body(source: Any, starts: Any, *refs: Any) -> None:
+        *whole, out = refs
+        vectors = [each.at[pl.ds(starts[index], width)] for index, each in enumerate(whole)]
         mine = pl.ds(lax.axis_index("block") * ROWS, ROWS)
         wide = plgpu.load(source.at[mine], layout=layout, optimized=False).astype(jnp.float32)
         known = [plgpu.load(each, layout=layout.reduce(0), optimized=False) for each in vectors]
@@ -98,4 +111,4 @@ def _rows(x: Array, vectors: list[Array], normal: Any, name: str) -> Array:
             approx_math=False, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
         kernel_name=name,
-    )(x, *vectors)
+    )(x, starts, *arrays)

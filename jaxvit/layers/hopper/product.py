@@ -47,6 +47,7 @@ def product(
     x: Array,
     kernel: Array,
     bias: Array,
+    start: Array,
     finish: Callable[[Part, Put, Array, Any], None],
     *,
     columns: int,
@@ -62,7 +63,8 @@ def product(
     Args:
         x: bfloat16 [rows, inputs], whole tiles.
         kernel: bfloat16 [tiles x columns, inputs].
-        bias: bfloat16 or float32 [tiles x columns].
+        bias: bfloat16 or float32, flat: [tiles x columns] of it, or of a packed array.
+        start: int32 [1], where the bias begins.
         finish: takes a tile's columns by ``part``, hands the result's to ``put``; it also gets the tile's number, and
             what it needs of the tables: float32 [64, width] each.
         columns: of the kernel in a tile, a multiple of 16, at most 256.
@@ -92,9 +94,10 @@ def product(
         return jnp.asarray(value, jnp.int32)
 
     def body(*refs: Any) -> None:
-        x_all, kernel_all, bias_all, *rest = refs
+        x_all, kernel_all, bias_all, start, *rest = refs
         tables_all, (out, xs, kernels, outs, biases, here, bias_here) = rest[: len(tables)], rest[len(tables) :]
         group, processor = lax.axis_index("group"), lax.axis_index("processor")
+        bias_start = start[0]
         count = lax.div(integer(total - 1 + MULTIPROCESSORS) - processor, integer(MULTIPROCESSORS))
 
         def place(number: Array) -> tuple[Array, Array]:
@@ -186,7 +189,7 @@ def product(
                     @pl.loop(integer(0), count)
                     def _(number: Array) -> None:
                         sync(bias_read, threads)
-                        wanted = pl.ds(place(number)[1] * columns, columns)
+                        wanted = pl.ds(bias_start + place(number)[1] * columns, columns)
                         plgpu.copy_gmem_to_smem(bias_all.at[wanted], biases, bias_here)
 
     return plgpu.kernel(
@@ -206,4 +209,4 @@ def product(
         thread_name="group",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         kernel_name=name,
-    )(x, kernel, bias, *tables)
+    )(x, kernel, bias, start, *tables)

@@ -1,0 +1,45 @@
+"""Vectors that lie in a packed array, for kernels that read them there.
+
+XLA for GPUs lets a kernel read a slice of an argument in place, but each such node of a recorded graph is then updated
+at every call, some microseconds each, while the device waits. So a kernel takes the whole array, and where its vector
+begins as a number in memory: as a constant of the kernel it would be another kernel for every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from math import prod
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int32, Shaped
+
+_known: ContextVar[dict[int, tuple[Array, Array, int]] | None] = ContextVar("known", default=None)
+
+
+@contextmanager
+def remembered() -> Iterator[None]:
+    """What :func:`taken` takes in here, :func:`places` finds again in here."""
+    token = _known.set({})
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+def taken(packed: Shaped[Array, " total"], start: int, shape: tuple[int, ...]) -> Array:
+    """A vector of a packed array, in its own shape."""
+    vector = lax.slice(packed, (start,), (start + prod(shape),)).reshape(shape)
+    known = _known.get()
+    if known is not None:
+        known[id(vector)] = vector, packed, start  # the vector too: its id must not pass to another
+    return vector
+
+
+def places(*vectors: Array) -> tuple[list[Array], Int32[Array, " vectors"]]:
+    """The flat arrays in which vectors lie, and where each begins: packed ones, or the vectors themselves."""
+    known = _known.get() or {}
+    found = [known.get(id(vector), (vector, vector.reshape(-1), 0)) for vector in vectors]
+    return [array for _, array, _ in found], jnp.array([start for _, _, start in found], jnp.int32)
