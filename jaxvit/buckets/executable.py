@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from itertools import accumulate, pairwise
+from functools import cached_property
 from typing import Any, Literal
 
 import jax
@@ -19,10 +16,13 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxvit.buckets.launch import launcher, own_settings
+from jaxvit.buckets import scratch
+from jaxvit.buckets.launch import Launch, launcher, own_settings
+from jaxvit.buckets.scratch import Scratch
 from jaxvit.errors import CapacityError
 from jaxvit.layers import attention, hopper
 from jaxvit.layers.fuse import Pairing, Weights, bind, parameter_shapes
+from jaxvit.layers.hopper import hold
 from jaxvit.layers.pixels import normalise
 from jaxvit.models.family import Bucket, Buffer, Family, Piece, Probe, Rows, no_probe
 
@@ -30,10 +30,6 @@ Pixels = Literal["uint8", "float32"]
 
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 """With Triton products on, autotuning takes most of a minute a bucket and finds nothing faster than cuBLAS."""
-COPIERS = max(1, min(4, (os.cpu_count() or 1) // 4))
-"""Threads that copy one array."""
-COPY_ALONE = 2**20
-"""Bytes below which one thread copies: handing over work takes about as long."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +71,13 @@ class Program:
         microseconds each, before the device begins.
         """
         return self.platform in ("gpu", "cuda")
+
+    @cached_property
+    def scratch(self) -> tuple[int, ...]:
+        """Length of each array of the memory that stays in place, in int32; none where it gains nothing."""
+        if hopper.why_not(self.platform, self.dtype) is not None:
+            return ()
+        return scratch.words(self.weights.matrices, self.bucket.patches, np.dtype(jnp.dtype(self.dtype)).itemsize)
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -128,7 +131,7 @@ class Program:
             return probe(name, value)
 
         with hopper.kernels_for(self.platform, self.dtype):
-            module = bind(self.module, self.weights.unpack(weights))
+            module = bind(self.module, self.weights.unpack(weights, apart=bool(self.scratch)))
             out = module(named, {reach: attend(reach) for reach in self.family.segment_sets}, watched)
         out = out[: self.bucket.tokens]  # patches are rounded up to the kernel's block, and so may be the tokens
         if room is not None:  # NaN where the embeddings are NaN
@@ -141,11 +144,19 @@ class Program:
         avals = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype, sharding=place) for buffer in self.buffers]
         weights = self.weights.avals(np.dtype(jnp.dtype(self.dtype)), place)
 
-        def bucket(weights: Sequence[Any], *arrays: Any) -> tuple[Any, Any]:
-            return self.apply(weights, *arrays, probe=probe)
+        rooms = [jax.ShapeDtypeStruct((length,), scratch.WORD, sharding=place) for length in self.scratch]
+
+        def bucket(weights: Sequence[Any], rooms: Sequence[Any], *arrays: Any) -> tuple[Any, ...]:
+            # Everything comes after the rooms are there, or XLA would hold them full while it makes its first arrays.
+            arrays, rooms = lax.optimization_barrier((arrays, rooms)) if rooms else (arrays, rooms)
+            embeddings, finite = self.apply(weights, *arrays, probe=probe)
+            if not rooms:
+                return embeddings, finite
+            with hopper.kernels_for(self.platform, self.dtype):
+                return embeddings, finite, *hold.untouched(embeddings, rooms)
 
         with own_settings():
-            return jax.jit(bucket).lower(weights, *avals)
+            return jax.jit(bucket, donate_argnums=1).lower(weights, rooms, *avals)
 
     def intermediates(self, device: jax.Device, weights: Sequence[jax.Array], piece: Piece) -> dict[str, np.ndarray]:
         """Runs one piece and hands out every named intermediate: float32 [rows, features]."""
@@ -173,7 +184,13 @@ def weights_of(family: Family, module: nnx.Module, platform: str, dtype: str) ->
     pairings: tuple[Pairing, ...] = ()
     if hopper.why_not(platform, dtype) is None:
         widenings, pairings = (*widenings, *family.by_head()), family.pairings()
-    return Weights.of(parameter_shapes(module), widenings, pairings, biases=platform != "cpu" and dtype != "float32")
+    return Weights.of(
+        parameter_shapes(module),
+        widenings,
+        pairings,
+        biases=platform != "cpu" and dtype != "float32",
+        apart=hopper.why_not(platform, dtype) is None,
+    )
 
 
 def pad(buffer: Buffer, rows: Rows | None) -> np.ndarray | None:
@@ -182,41 +199,17 @@ def pad(buffer: Buffer, rows: Rows | None) -> np.ndarray | None:
         if buffer.optional:
             return None
         raise CapacityError(f"buffer {buffer.name} is missing from the layout")
-    parts = rows if isinstance(rows, list) else [rows]
     out, place = np.empty(buffer.shape, buffer.dtype), 0
-    for part in parts:
-        place += len(part)
-        if part.dtype != buffer.dtype or part.shape[1:] != buffer.shape[1:] or place > len(out):
+    for part in rows if isinstance(rows, list) else [rows]:
+        if part.dtype != buffer.dtype or part.shape[1:] != buffer.shape[1:] or place + len(part) > len(out):
             raise CapacityError(
-                f"buffer {buffer.name}: got {part.dtype} {[place, *part.shape[1:]]}, "
+                f"buffer {buffer.name}: got {part.dtype} {[place + len(part), *part.shape[1:]]}, "
                 f"the bucket holds {buffer.dtype} {list(buffer.shape)}"
             )
-    copy(parts, out)
+        out[place : place + len(part)] = part
+        place += len(part)
     out[place:] = out[place - 1] if buffer.pad == "repeat_last" and place else 0
     return out
-
-
-def copy(parts: Sequence[np.ndarray], out: np.ndarray) -> None:
-    """Copies parts one behind the other; much by several threads, since one does not use all the memory's bandwidth."""
-    ends = list(accumulate(map(len, parts), initial=0))
-
-    def copy_rows(low: int, high: int) -> None:
-        for part, (start, stop) in zip(parts, pairwise(ends), strict=True):
-            first, last = max(low, start), min(high, stop)
-            if first < last:
-                out[first:last] = part[first - start : last - start]
-
-    threads = COPIERS if sum(part.nbytes for part in parts) >= COPY_ALONE else 1
-    shares = list(pairwise(ends[-1] * share // threads for share in range(threads + 1)))
-    others = [_copiers().submit(copy_rows, *share) for share in shares[1:]]
-    copy_rows(*shares[0])
-    for other in others:
-        other.result()
-
-
-@cache
-def _copiers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(COPIERS - 1, "jaxvit-copy")
 
 
 class Executable:
@@ -236,6 +229,7 @@ class Executable:
         self.compiled = compiled
         self._launch = launcher(compiled)
         self._launched = False  # it worked once
+        self._scratch = Scratch.of(device, program.scratch) if program.scratch else None
         absent = [np.zeros(buffer.shape, buffer.dtype) for buffer in program.buffers if buffer.optional]
         names = [buffer.name for buffer in program.buffers if buffer.optional]
         self._absent = dict(zip(names, jax.device_put(absent, device), strict=True))
@@ -263,7 +257,7 @@ class Executable:
         """Runs one call on arrays that are on the device."""
         if self._launch is not None:
             try:
-                embeddings, finite = self._launch([*weights, *placed])
+                embeddings, finite = self._issue(self._launch, weights, placed)
                 self._launched = True
                 return embeddings, finite
             except Exception:
@@ -271,17 +265,33 @@ class Executable:
                     raise
                 self._launch = None  # it never worked: JAX's own call works, or says what is wrong
         with own_settings():
-            return self.compiled(weights, *placed)
+            return self._issue(self._slowly, weights, placed)
+
+    def _issue(
+        self, launch: Launch, weights: Sequence[jax.Array], placed: Sequence[jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        if self._scratch is not None:
+            return self._scratch.run(launch, weights, placed)
+        embeddings, finite = launch([*weights, *placed])
+        return embeddings, finite
+
+    def _slowly(self, arguments: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """JAX's own call on flat arguments."""
+        inputs = len(self.program.buffers)
+        rest, placed = arguments[: len(arguments) - inputs], arguments[len(arguments) - inputs :]
+        weights = len(rest) - len(self.program.scratch)
+        return self.compiled(rest[:weights], rest[weights:], *placed)
 
     def memory(self) -> dict[str, int]:
         """Bytes of weights, inputs, temporaries, outputs and code, from the executable's own analysis."""
         analysis = self.compiled.memory_analysis()
         inputs = sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in self.program.buffers)
+        held = sum(self.program.scratch) * scratch.WORD.itemsize
         return {
-            "weights": analysis.argument_size_in_bytes - inputs,
+            "weights": analysis.argument_size_in_bytes - inputs - held,
             "inputs": inputs,
-            "temporaries": analysis.temp_size_in_bytes,
-            "outputs": analysis.output_size_in_bytes,
+            "temporaries": analysis.temp_size_in_bytes + held,
+            "outputs": analysis.output_size_in_bytes - held,
             "code": analysis.generated_code_size_in_bytes,
         }
 

@@ -196,7 +196,9 @@ class Weights:
     Attributes:
         matrices: (path, padded shape) of every parameter that is an argument of its own, by path.
         vectors: (path, padded shape) of every parameter in the packed array in the compute dtype, behind the matrices.
-        biases: (path, padded shape) of every parameter in the packed array in float32, the last.
+        biases: (path, padded shape) of every parameter in the packed array in float32, behind the vectors.
+        apart: the same are also arrays of their own in the compute dtype, the last arguments. A program takes one or
+            the other; what it does not take is no argument of its executable.
         widenings: the padding and transposing, one behind the other.
         joined: (path of the first, path of the second, how) of every two parameters in one array, which stands under
             the first.
@@ -207,6 +209,7 @@ class Weights:
     biases: tuple[Place, ...]
     widenings: tuple[Widening | ByHead, ...]
     joined: tuple[tuple[str, str, Pairing], ...] = ()
+    apart: bool = False
 
     @classmethod
     def of(
@@ -215,11 +218,13 @@ class Weights:
         widenings: Sequence[Widening | ByHead] = (),
         pairings: Sequence[Pairing] = (),
         biases: bool = False,
+        apart: bool = False,
     ) -> Weights:
         """The layout for parameters of these shapes. A pair whose padded outputs are no whole tiles stays two layers.
 
         Args:
             biases: pack the biases of products too, but for those of a length that is rare.
+            apart: and keep each as an array of its own besides.
         """
         padded = {}
         for name in sorted(shapes):
@@ -243,7 +248,8 @@ class Weights:
             return tuple((name, shape) for name, shape in padded.items() if name in of)
 
         loose = vectors - added
-        return cls(places(set(padded) - loose - packed), places(loose), places(packed), tuple(widenings), tuple(joined))
+        matrices = places(set(padded) - loose - packed)
+        return cls(matrices, places(loose), places(packed), tuple(widenings), tuple(joined), apart)
 
     def avals(self, dtype: np.dtype, place: jax.sharding.Sharding) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the arguments."""
@@ -252,7 +258,8 @@ class Weights:
             if places:
                 total = sum(prod(shape) for _, shape in places)
                 avals.append(jax.ShapeDtypeStruct((total,), of, sharding=place))
-        return avals
+        apart = self.biases if self.apart else ()
+        return avals + [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for _, shape in apart]
 
     def widened(self, name: str, array: np.ndarray) -> np.ndarray:
         """A canonical parameter as it lies in the arguments, but for what is joined and packed."""
@@ -293,18 +300,30 @@ class Weights:
             columns.append(put(np.concatenate([small[name] for name, _ in self.vectors])))
         if self.biases:
             columns.append(put(np.concatenate([small[name] for name, _ in self.biases]).astype(np.float32)))
+        if self.apart:
+            columns += [put(small[name].reshape(shape)) for name, shape in self.biases]
         return [list(row) for row in zip(*columns, strict=True)]
 
-    def unpack(self, arrays: Sequence[Array]) -> dict[str, Array]:
-        """Inside the traced program: the arguments -> canonical path -> parameter, padded or joined."""
+    def unpack(self, arrays: Sequence[Array], apart: bool = False) -> dict[str, Array]:
+        """Inside the traced program: the arguments -> canonical path -> parameter, padded or joined.
+
+        Args:
+            apart: XLA's products take their biases from the arrays of their own, if there are any. Else it copies them
+                out of the packed array at each call.
+        """
         parameters = {name: array for (name, _), array in zip(self.matrices, arrays, strict=False)}
         rest = list(arrays[len(self.matrices) :])
         own = {first for first, _, _ in self.joined}
         own |= {name for name, _ in self.biases for step in self.widenings if step.by_kernel(beside(name))}
-        for places in filter(None, (self.vectors, self.biases)):
-            packed, start = rest.pop(0), 0
+        packed_ones = [(rest.pop(0), places) for places in filter(None, (self.vectors, self.biases))]
+        alone = {name: rest.pop(0) for name, _ in self.biases} if self.apart else {}
+        for packed, places in packed_ones:
+            start = 0
             for name, shape in places:
-                vector = taken(packed, start, shape)
-                parameters[name] = vector if name in own else vector.astype(arrays[0].dtype)
+                single = alone.get(name) if apart else None
+                vector = taken(packed, start, shape, single)
+                if name not in own:
+                    vector = vector.astype(arrays[0].dtype) if single is None else single
+                parameters[name] = vector
                 start += prod(shape)
         return parameters | {second: parameters[first] for first, second, _ in self.joined}

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxvit.layers.attention.windows import rotated
-from jaxvit.layers.hopper.packed import places
+from jaxvit.layers.hopper.packed import own, places
 from jaxvit.layers.hopper.product import Part, Put, fills, fits, product
 from jaxvit.layers.linear import Linear, precision
 from jaxvit.layers.rope import Rotation, widened
@@ -40,7 +40,7 @@ def project(
     dims = (((1,), (1,)), ((), ()))
     flat = kernel.reshape(-1, inputs)
     y = lax.dot_general(x, flat, dims, precision=precision(x.dtype), preferred_element_type=x.dtype)
-    y = y if bias is None else y + bias[...].astype(y.dtype)
+    y = y if bias is None else y + own(bias[...]).astype(y.dtype)
     return y.reshape(x.shape[0], 3, heads, dim), turn
 
 

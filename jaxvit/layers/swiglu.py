@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxvit.layers.hopper.packed import places
+from jaxvit.layers.hopper.packed import own, places
 from jaxvit.layers.hopper.product import Part, Put, fills, fits, product
 from jaxvit.layers.linear import Linear, precision
 
@@ -33,7 +33,7 @@ def swiglu(x: Float[Array, "rows inputs"], gate: Linear, up: Linear) -> Float[Ar
     if bias is not None and whole and fills(rows, len(kernel)):
         [packed], start = places(bias)
         return joined(x, kernel, packed, start)
-    return joined_plain(x, kernel, bias)
+    return joined_plain(x, kernel, None if bias is None else own(bias))
 
 
 def joined_plain(

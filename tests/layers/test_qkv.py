@@ -76,8 +76,9 @@ def test_the_product_rotates_q_and_k_and_leaves_v(rows: int, dim: int, pairs: st
     @jax.jit
     def run(x: jax.Array, turn: tuple[jax.Array, jax.Array], packed: jax.Array) -> jax.Array:
         with kernels_for("cuda", "bfloat16"):
-            made.bias = nnx.Param(taken(packed, 128, bias.shape))
-            found, due = qkv.project(x, made, HEADS, turn)
+            graph, state = nnx.split(made)
+            state["bias"] = state["bias"].replace(taken(packed, 128, bias.shape))
+            found, due = qkv.project(x, nnx.merge(graph, state), HEADS, turn)
         assert due is None
         return found
 

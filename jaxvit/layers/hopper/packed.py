@@ -10,13 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from math import prod
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32, Shaped
 
-_known: ContextVar[dict[int, tuple[Array, Array, int]] | None] = ContextVar("known", default=None)
+
+@dataclass(frozen=True)
+class _Place:
+    """A vector, where it lies, and the same as an array of its own, if there is one."""
+
+    vector: Array
+    packed: Array
+    start: int
+    own: Array
+
+
+_known: ContextVar[dict[int, _Place] | None] = ContextVar("known", default=None)
 
 
 @contextmanager
@@ -29,17 +41,28 @@ def remembered() -> Iterator[None]:
         _known.reset(token)
 
 
-def taken(packed: Shaped[Array, " total"], start: int, shape: tuple[int, ...]) -> Array:
-    """A vector of a packed array, in its own shape."""
+def taken(packed: Shaped[Array, " total"], start: int, shape: tuple[int, ...], own: Array | None = None) -> Array:
+    """A vector of a packed array, in its own shape.
+
+    Args:
+        own: the same vector as an array of its own.
+    """
     vector = lax.slice(packed, (start,), (start + prod(shape),)).reshape(shape)
     known = _known.get()
     if known is not None:
-        known[id(vector)] = vector, packed, start  # the vector too: its id must not pass to another
+        # It holds the vector too: its id must not pass to another.
+        known[id(vector)] = _Place(vector, packed, start, vector if own is None else own)
     return vector
 
 
 def places(*vectors: Array) -> tuple[list[Array], Int32[Array, " vectors"]]:
     """The flat arrays in which vectors lie, and where each begins: packed ones, or the vectors themselves."""
     known = _known.get() or {}
-    found = [known.get(id(vector), (vector, vector.reshape(-1), 0)) for vector in vectors]
-    return [array for _, array, _ in found], jnp.array([start for _, _, start in found], jnp.int32)
+    found = [known.get(id(vector)) or _Place(vector, vector.reshape(-1), 0, vector) for vector in vectors]
+    return [place.packed for place in found], jnp.array([place.start for place in found], jnp.int32)
+
+
+def own(vector: Array) -> Array:
+    """The vector as an array of its own where there is one, for XLA's products."""
+    place = (_known.get() or {}).get(id(vector))
+    return vector if place is None else place.own
