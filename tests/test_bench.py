@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from PIL import Image
 import jaxvit
 from jaxvit import cli
 from jaxvit.bench import Report, bench, clock, subject
-from jaxvit.bench.clock import CALLS, PATIENCE, ROUNDS, timed
+from jaxvit.bench.clock import CALLS, PATIENCE, ROUNDS, renewed, timed
 from jaxvit.bench.loads import jpegs, load_of, split, total_of
 from jaxvit.bench.pictures import pictures
 from jaxvit.bench.start import starts
@@ -67,6 +69,36 @@ def test_a_slow_call_is_measured_as_often_as_patience_allows_and_never_less_than
 ) -> None:
     assert timed((slow := Clock(1.0, monkeypatch)).run, slow.wait).calls == int(PATIENCE / (1 + ROUNDS) / 1.001)
     assert timed((slower := Clock(100.0, monkeypatch)).run, slower.wait).calls == 3
+
+
+def test_a_renewed_call_has_new_inputs_and_keeps_some_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Result:
+        pass
+
+    device, inputs, alive = Clock(0.002, monkeypatch), itertools.count(), weakref.WeakSet[Result]()
+    seen: list[tuple[int, int]] = []
+
+    def prepare() -> int:
+        device.now += 1.0  # not timed
+        return next(inputs)
+
+    def run(number: int) -> Result:
+        seen.append((number, len(alive)))
+        device.run()
+        alive.add(result := Result())
+        return result
+
+    def wait(result: Result) -> Result:
+        device.wait(result)
+        return result
+
+    assert renewed(prepare, run, wait) == pytest.approx(3.0)
+    assert [number for number, _ in seen] == list(range(clock.WARM + CALLS))
+    assert [kept for _, kept in seen[:3]] == [0, 1, 2]
+    assert seen[-1][1] == clock.KEPT
+    slow = Clock(100.0, monkeypatch)
+    assert renewed(lambda: None, lambda _: slow.run(), slow.wait) == pytest.approx(100_001.0)
+    assert slow.runs == 3
 
 
 def test_a_load_fills_a_bucket_of_its_size_with_pixels_of_its_own() -> None:

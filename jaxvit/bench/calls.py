@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from statistics import median
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxvit.bench.clock import CALLS, Times, milliseconds, timed
+from jaxvit.bench.clock import CALLS, Times, milliseconds, renewed, timed
 from jaxvit.bench.loads import Load
 from jaxvit.bench.subject import Subject
 from jaxvit.metrics import relative_rms
@@ -23,14 +24,18 @@ Row = dict[str, Any]
 def ours(subject: Subject, load: Load, rate: float) -> tuple[Row, np.ndarray]:
     """Our call, its inputs on the device: the row of the record, and the embeddings [tokens, width] as float32.
 
+    ``renewed_call`` is one call with new inputs, results kept, as ``Encoder.encode`` makes them.
+
     Args:
         rate: FLOP/s by which the floor is reckoned.
     """
     dispatcher = subject.encoder.dispatcher
     executable = dispatcher.executable(load.bucket)
-    placed = executable.place(executable.program.fill(load.pieces))
-    jax.block_until_ready(placed)
-    times = timed(lambda: executable.run(dispatcher.weights[0], placed), jax.block_until_ready)
+    arrays = executable.program.fill(load.pieces)
+    placed = jax.block_until_ready(executable.place(arrays))
+    run = partial(executable.run, dispatcher.weights[0])
+    times = timed(lambda: run(placed), jax.block_until_ready)
+    one = renewed(lambda: jax.block_until_ready(executable.place(arrays)), run, jax.block_until_ready)
     embeddings, finite = executable.run(dispatcher.weights[0], placed)
     tokens = sum(piece.tokens for piece in load.pieces)
     if not np.asarray(finite)[:tokens].all():
@@ -49,6 +54,7 @@ def ours(subject: Subject, load: Load, rate: float) -> tuple[Row, np.ndarray]:
         "flops": flops,
         "floor_ms": floor,
         "ours": asdict(times),
+        "renewed_call": one,
         "share_of_floor": floor / times.back_to_back,
     }
     return row, np.asarray(embeddings)[:tokens].astype(np.float32)

@@ -118,14 +118,17 @@ class Report:
     def _calls(self) -> tuple[str, list[str], list[list[str]]]:
         variants = [name for name in VARIANTS if any(name in row.get("torch", {}) for row in self.rows)]
         reference = any("reference" in row for row in self.rows)
-        columns = ["load", "tokens", "attention", "compile s", "temp MiB", "one call", "back to back", "of floor"]
+        columns = ["load", "tokens", "attention", "compile s", "temp MiB", "one call", "renewed", "back to back"]
+        columns.append("of floor")
         columns += [f"torch {name}" for name in variants] + (["transformers"] if reference else [])
         columns += ["/ torch, one", "/ torch, b2b", "error"] if variants else ["error"] if reference else []
         rows = []
         for row in self.rows:
             stored = " (store)" if row["source"] == "store" else ""
             cells = [row["load"], str(row["tokens"]), row["attention"], f"{row['compile_seconds']:.1f}{stored}"]
-            cells += [f"{row['memory']['temporaries'] / 2**20:.0f}", *_pair(row["ours"]), _ratio(row["share_of_floor"])]
+            one, behind = _pair(row["ours"])
+            cells += [f"{row['memory']['temporaries'] / 2**20:.0f}", one, _short(row["renewed_call"]), behind]
+            cells.append(_ratio(row["share_of_floor"]))
             cells += [" ".join(_pair(row.get("torch", {}).get(name))) for name in variants]
             cells += [" ".join(_pair(row.get("reference")))] if reference else []
             if variants:
