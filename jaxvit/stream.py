@@ -28,6 +28,10 @@ LOOKAHEAD = 1024
 """Items read and not yet yielded, at most."""
 BATCH = 2
 """Prepared pieces run once they would fill so many of the largest buckets on every device; twice as many are held."""
+FIRST = 1 / 16
+"""Share of that at which the first pieces run, so that the device does not wait for long; it doubles each time."""
+ENOUGH = 8
+"""As many of the smallest bucket are waited for in any case: few pieces pack badly."""
 FULL = 0.95
 """A call this full on some axis is not held back for pieces to come."""
 THREADS = 32
@@ -86,8 +90,10 @@ class Stream:
         self.encoder, self.dispatcher, self.cut, self.lookahead = encoder, encoder.dispatcher, cut, lookahead
         self.dtype = np.dtype(jnp.dtype(dtype))
         self.source: Iterator[Any] | None = iter(_media.as_iterable(media))
-        largest = max(bucket.patches for bucket in self.dispatcher.ladder)
-        self.batch = BATCH * largest * len(self.dispatcher.devices)
+        sizes = [bucket.patches for bucket in self.dispatcher.ladder]
+        self.batch = BATCH * max(sizes) * len(self.dispatcher.devices)
+        self.first = min(self.batch, max(FIRST * self.batch, ENOUGH * min(sizes)))
+        self.due = self.first  # patches to wait for before the next calls
         self.read = 0  # items
         self.held = self.waiting = 0  # patches since the last cut: not yet handed out, not yet run
         self.closed = self.earlier = 0  # entries from before the last cut that are not yet handed out; their patches
@@ -157,8 +163,10 @@ class Stream:
         if self.cut(entry):
             self._issue(everything=True)
             self.closed, self.earlier, self.held = len(self.entries), self.earlier + self.held, 0
-        elif self.waiting >= self.batch:
+            self.due = self.first
+        elif self.waiting >= self.due:
             self._issue(everything=False)
+            self.due = min(2 * self.due, self.batch)
 
     def _issue(self, everything: bool) -> None:
         """Runs pending pieces; unless everything is to run, each device's emptiest call waits for pieces to fill it."""

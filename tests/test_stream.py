@@ -122,6 +122,27 @@ def test_memory_bounds_what_is_read_whatever_the_lookahead(monkeypatch):
     found.close()
 
 
+def test_the_first_calls_are_small_and_grow_so_that_the_device_begins_early(monkeypatch):
+    known = load("lfm2_5_vl", budgets=[64, 4096])
+    stream, batch = Stream(known, [], dtype="float32"), 2 * 4 * 4096
+    assert (stream.batch, stream.first) == (batch, batch / 16)
+    [item] = known.prepare(picture(256, 256))
+    issued: list[int] = []
+
+    def run(items: list[Item], plan: object) -> list[object]:
+        issued.append(stream.waiting)
+        return []
+
+    monkeypatch.setattr(known.dispatcher, "run", run)
+    monkeypatch.setattr(stream, "_late", lambda plan, pieces: [])
+    for index in range(260):
+        stream._take(streams.Entry(index, item=item))
+        stream.pending.append((stream.entries[-1], 0))
+    assert issued == [batch // 16, batch // 8, batch // 4, batch // 2, batch]
+    only = Stream(load("lfm2_5_vl", budgets=[64]), [], dtype="float32")
+    assert only.first == only.batch == 512, "few pieces pack badly"
+
+
 def test_a_slow_consumer_finds_the_next_item_ready():
     """The next ones are prepared, and their calls issued, while the consumer is busy."""
     shared = encoder("qwen2_5_vl")
