@@ -18,7 +18,9 @@ import os
 import pickle
 import platform
 import stat
+import sys
 import tempfile
+import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -191,11 +193,13 @@ def key_of(program: Program, device: jax.Device) -> dict[str, Any]:
     The lowered program is a function of what is here: the sources of this package and the versions of jax and flax, the
     configuration, the bucket and the dtypes. Lowering it only to name it would cost most of what the store saves.
     """
+    with _facts:
+        sources, versions, host = _sources(), _versions(), _host() if device.platform == "cpu" else _driver()
     return {
-        "sources": _sources(),
-        "versions": _versions(),
+        "sources": sources,
+        "versions": versions,
         "platform_version": device.client.platform_version,
-        "host": _host() if device.platform == "cpu" else _driver(),
+        "host": host,
         "device": [device.platform, device.device_kind, str(getattr(device, "compute_capability", ""))],
         "ordinal": device.id,
         "flags": [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")],
@@ -210,6 +214,10 @@ def key_of(program: Program, device: jax.Device) -> dict[str, Any]:
     }  # fmt: skip
 
 
+_facts = threading.Lock()
+"""Many threads ask for keys at once, and the first answers take long: one thread finds them."""
+
+
 @cache
 def _sources() -> str:
     root = Path(__file__).parent.parent
@@ -222,14 +230,12 @@ def _sources() -> str:
 @cache
 def _versions() -> dict[str, str]:
     """Of every installed package whose code ends up in an executable."""
-    names = ("jaxvit", "jax", "jaxlib", "flax", "numpy", "tokamax", "jax-cuda12-plugin", "jax-cuda13-plugin")
-    cuda = [
-        distribution.name
-        for distribution in importlib.metadata.distributions()
-        if (distribution.name or "").startswith("nvidia-")
-    ]
     found = {}
-    for name in sorted({*names, *cuda}):
+    for folder in reversed(sys.path):  # by the folders' names: to ask every package for its own takes a second
+        for path in Path(folder or ".").glob("nvidia_*.dist-info"):
+            name, _, version = path.stem.rpartition("-")
+            found[name.replace("_", "-")] = version
+    for name in ("jaxvit", "jax", "jaxlib", "flax", "numpy", "tokamax", "jax-cuda12-plugin", "jax-cuda13-plugin"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

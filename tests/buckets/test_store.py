@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import os
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,6 +183,34 @@ def test_the_key_changes_with_everything_that_can_change_the_result(monkeypatch)
         with monkeypatch.context() as patch:
             patch.setattr(stores, name, lambda: "changed")
             assert json.dumps(key_of(program, device), sort_keys=True) not in keys.values()
+
+
+def test_versions_are_those_of_the_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    installed = {
+        name.lower().replace("_", "-"): one.version
+        for one in importlib.metadata.distributions()
+        if (name := one.name or "").lower().startswith(("nvidia-", "nvidia_")) or name in ("jax", "jaxlib", "flax")
+    }
+    stores._versions.cache_clear()
+    found = stores._versions()
+    assert {name: found.get(name) for name in installed} == installed
+    (tmp_path / "nvidia_cudnn_cu13-9.99.1.dist-info").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    stores._versions.cache_clear()
+    assert stores._versions()["nvidia-cudnn-cu13"] == "9.99.1", "the first on the path is the one that is imported"
+    stores._versions.cache_clear()
+
+
+def test_many_threads_find_the_versions_once(monkeypatch: pytest.MonkeyPatch):
+    device, dispatcher = jax.devices()[0], encoder("qwen2_5_vl").dispatcher
+    program, asked = dispatcher.program(dispatcher.ladder.buckets[0], "uint8"), list[str]()
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: asked.append(name) or time.sleep(0.001) or "1")
+    stores._versions.cache_clear()
+    with ThreadPoolExecutor(8) as pool:
+        keys = list(pool.map(lambda _: json.dumps(key_of(program, device)), range(16)))
+    stores._versions.cache_clear()
+    assert len(set(keys)) == 1
+    assert len(asked) == len(set(asked)) > 4
 
 
 def test_a_changed_configuration_of_equal_shapes_is_not_served_an_old_executable(folder: Path, tmp_path: Path):
