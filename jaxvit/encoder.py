@@ -14,13 +14,12 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxvit import checks
 from jaxvit import media as _media
 from jaxvit.buckets import ladder as _ladder
 from jaxvit.buckets.dispatcher import Dispatcher, Plan
-from jaxvit.buckets.executable import compile_program, weights_of
+from jaxvit.buckets.executable import compile_program, module_of, weights_of
 from jaxvit.buckets.store import Store
 from jaxvit.encodings import Encodings, OnError
 from jaxvit.errors import CapacityError, DependencyError, JaxvitError, MediaError, OptionError
@@ -77,9 +76,8 @@ def load(
     folder = hub.fetch_weights(model, folder, family.keys)
     compute = _dtype(dtype, dtype_of(folder, family.keys))
     ladder = _ladder.resolve(family, budgets, placed[0], max_pieces)
-    module = nnx.eval_shape(family.module)
-    layout = weights_of(family, module, placed[0].platform, compute)
-    stream = load_parameters(folder, family.keys, parameter_shapes(module), jnp.dtype(compute), layout.widened)
+    shapes, layout = parameter_shapes(module_of(family)), weights_of(family, placed[0].platform, compute)
+    stream = load_parameters(folder, family.keys, shapes, jnp.dtype(compute), layout.widened)
     weights = layout.pack(stream, lambda array: [jax.device_put(array, device) for device in placed])
     build = compile_program if store is False else Store(store).build
     encoder = Encoder(

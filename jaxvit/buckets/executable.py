@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import jax
@@ -56,11 +56,11 @@ class Program:
 
     @cached_property
     def module(self) -> nnx.Module:
-        return nnx.eval_shape(self.family.module)
+        return module_of(self.family)
 
     @cached_property
     def weights(self) -> Weights:
-        return weights_of(self.family, self.module, self.platform, self.dtype)
+        return weights_of(self.family, self.platform, self.dtype)
 
     @cached_property
     def holds_result(self) -> bool:
@@ -178,19 +178,36 @@ class Program:
         return {name: np.asarray(value) for name, value in out.items()}
 
 
-def weights_of(family: Family, module: nnx.Module, platform: str, dtype: str) -> Weights:
+_shared = threading.Lock()
+"""What all buckets of an encoder have in common is made once, and by one of the threads that build them."""
+
+
+def module_of(family: Family) -> nnx.Module:
+    """The family's module without memory: shapes in the place of parameters. It is shared, so not to be changed."""
+    with _shared:
+        return _module(family)
+
+
+def weights_of(family: Family, platform: str, dtype: str) -> Weights:
     """How the family's parameters lie in the arguments on a platform. A CPU gains nothing by padding."""
+    kernels = hopper.why_not(platform, dtype) is None
+    with _shared:
+        return _weights(family, platform, dtype, kernels)
+
+
+@lru_cache(maxsize=8)
+def _module(family: Family) -> nnx.Module:
+    return nnx.eval_shape(family.module)
+
+
+@lru_cache(maxsize=8)
+def _weights(family: Family, platform: str, dtype: str, kernels: bool) -> Weights:
     widenings = () if platform == "cpu" else family.widenings()
     pairings: tuple[Pairing, ...] = ()
-    if hopper.why_not(platform, dtype) is None:
+    if kernels:
         widenings, pairings = (*widenings, *family.by_head()), family.pairings()
-    return Weights.of(
-        parameter_shapes(module),
-        widenings,
-        pairings,
-        biases=platform != "cpu" and dtype != "float32",
-        apart=hopper.why_not(platform, dtype) is None,
-    )
+    biases = platform != "cpu" and dtype != "float32"
+    return Weights.of(parameter_shapes(_module(family)), widenings, pairings, biases=biases, apart=kernels)
 
 
 def pad(buffer: Buffer, rows: Rows | None) -> np.ndarray | None:

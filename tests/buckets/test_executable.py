@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
 
@@ -11,7 +12,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxvit.buckets import executable as executables
 from jaxvit.buckets.executable import Program, compile_program, pad
+from jaxvit.buckets.ladder import complete
 from jaxvit.errors import CapacityError
 from jaxvit.models.family import Bucket, Buffer
 from tests.families import FAMILIES, encoder, relative
@@ -138,3 +141,20 @@ def test_a_program_that_holds_its_result_computes_the_same_and_keeps_nan(name: s
 
 def test_buckets_hold_their_result_on_a_gpu(program: Program):
     assert replace(program, platform="cuda").holds_result
+
+
+def test_what_buckets_have_in_common_is_made_once(monkeypatch: pytest.MonkeyPatch):
+    family, made = encoder("kimi_k25").family, []
+    original = type(family).module
+    monkeypatch.setattr(type(family), "module", lambda self: made.append(1) or original(self))
+    executables._module.cache_clear()
+    executables._weights.cache_clear()
+    programs = [Program(family, complete(family, {"tokens": 16 * n}), "float32", "uint8", "cpu") for n in range(1, 9)]
+    with ThreadPoolExecutor(8) as pool:
+        layouts = list(pool.map(lambda program: (program.module, program.weights), programs))
+    assert len(made) == 1
+    assert {(id(module), id(weights)) for module, weights in layouts} == {(id(layouts[0][0]), id(layouts[0][1]))}
+    other = replace(family, config=replace(family.config, num_hidden_layers=1))
+    assert executables.module_of(other) is not layouts[0][0]
+    monkeypatch.setattr(executables.hopper, "why_not", lambda platform, dtype: None)
+    assert executables.weights_of(family, "cuda", "bfloat16") is not executables.weights_of(family, "cpu", "float32")

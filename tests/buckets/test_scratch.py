@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxvit.buckets import executable, scratch
 from jaxvit.buckets.executable import Executable, Program, compile_program, weights_of
@@ -142,7 +141,7 @@ def test_there_is_room_for_the_widest_intermediates_of_a_block(
 ):
     family = family_of(dict(manifests.load(name).files))
     monkeypatch.setattr(executable.hopper, "why_not", lambda platform, dtype: None)
-    layout = weights_of(family, nnx.eval_shape(family.module), "cuda", "bfloat16")
+    layout = weights_of(family, "cuda", "bfloat16")
     for patches, rows in ((64, 1024), (1024, 1024), (1088, 4096), (4096, 4096)):
         found = scratch.words(layout.matrices, patches, 2)
         assert found[0] * 4 == scratch.WORKSPACE
@@ -163,9 +162,8 @@ def test_off_the_package_s_kernels_there_is_none():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_biases_apart_compute_what_packed_ones_do(family: str, monkeypatch: pytest.MonkeyPatch):
     known = encoder(family)
-    module = nnx.eval_shape(known.family.module)
     monkeypatch.setattr(executable.hopper, "why_not", lambda platform, dtype: None)
-    layout = weights_of(known.family, module, "cuda", "bfloat16")
+    layout = weights_of(known.family, "cuda", "bfloat16")
     assert layout.apart
     assert layout.biases
     generator = np.random.default_rng(0)

@@ -68,16 +68,13 @@ def test_widened_and_packed_weights_compute_what_canonical_ones_do(name: str, mo
 
 def test_two_layers_are_joined_where_the_kernel_runs_and_only_in_whole_tiles(monkeypatch):
     family = encoder("qwen2_5_vl").family
-    module = nnx.eval_shape(family.module)
     for platform, dtype in (("cpu", "bfloat16"), ("cuda", "float32")):
-        assert not weights_of(family, module, platform, dtype).joined
+        assert not weights_of(family, platform, dtype).joined
     monkeypatch.setattr(executables.hopper, "why_not", lambda platform, dtype: None)
-    joined = weights_of(family, module, "cuda", "bfloat16").joined
+    joined = weights_of(family, "cuda", "bfloat16").joined
     assert len(joined) == 2 * family.config.depth
     assert joined[0][:2] == ("blocks.0.mlp.gate_proj.bias", "blocks.0.mlp.up_proj.bias")
-    assert not weights_of(family, module, "cpu", "bfloat16").joined, (
-        "108 columns are no whole tile unless they are padded"
-    )
+    assert not weights_of(family, "cpu", "bfloat16").joined, "108 columns are no whole tile unless they are padded"
 
 
 def test_biases_of_a_length_that_is_rare_stay_arguments():
@@ -122,17 +119,16 @@ def test_packed_vectors_come_back_bit_by_bit(dtype: type, monkeypatch):
 def test_biases_are_packed_on_an_accelerator_in_half_precision(monkeypatch):
     monkeypatch.setattr(executables.hopper, "why_not", lambda platform, dtype: "not here")
     family = encoder("kimi_k25").family
-    module = nnx.eval_shape(family.module)
-    assert weights_of(family, module, "cuda", "bfloat16").biases
-    assert not weights_of(family, module, "cuda", "float32").biases
-    assert not weights_of(family, module, "cpu", "bfloat16").biases
+    assert weights_of(family, "cuda", "bfloat16").biases
+    assert not weights_of(family, "cuda", "float32").biases
+    assert not weights_of(family, "cpu", "bfloat16").biases
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_executable_takes_few_arguments(name: str):
     family = encoder(name).family
     module = nnx.eval_shape(family.module)
-    weights = weights_of(family, module, "cpu", "float32")
+    weights = weights_of(family, "cpu", "float32")
     assert all(len(shape) > 1 or name.endswith(".bias") for name, shape in weights.matrices)
     assert not any("norm" in name or "ln_q" in name for name, _ in weights.matrices)
     assert len(weights.matrices) + 1 < len(parameter_shapes(module))
