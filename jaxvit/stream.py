@@ -31,7 +31,7 @@ BATCH = 2
 FIRST = 1 / 16
 """Share of that at which the first pieces run, so that the device does not wait for long; it doubles each time."""
 ENOUGH = 8
-"""As many of the smallest bucket are waited for in any case: few pieces pack badly."""
+"""As many of the smallest bucket are waited for on every device in any case: few pieces pack badly."""
 FULL = 0.95
 """A call this full on some axis is not held back for pieces to come."""
 THREADS = 32
@@ -92,7 +92,7 @@ class Stream:
         self.source: Iterator[Any] | None = iter(_media.as_iterable(media))
         sizes = [bucket.patches for bucket in self.dispatcher.ladder]
         self.batch = BATCH * max(sizes) * len(self.dispatcher.devices)
-        self.first = min(self.batch, max(FIRST * self.batch, ENOUGH * min(sizes)))
+        self.first = min(self.batch, max(FIRST * self.batch, ENOUGH * min(sizes) * len(self.dispatcher.devices)))
         self.due = self.first  # patches to wait for before the next calls
         self.read = 0  # items
         self.held = self.waiting = 0  # patches since the last cut: not yet handed out, not yet run

@@ -47,6 +47,8 @@ LOST = 2.0
 LOST_FROM = 1024
 APART = 4
 """Every so many buckets of a ladder are tried first."""
+POLL = 0.5
+"""Seconds between looks at the clock while others compile."""
 THREADS = 16
 """That compile at once."""
 SAME = 0.02
@@ -130,8 +132,8 @@ def tune(
     Args:
         encoder: loaded with ``attention="auto"``; its first device is measured.
         ladder: the candidates; None for the family's default.
-        seconds: after half of them, larger buckets take the backend that won last, untried; when they are over, what is
-            not measured is left out. Whole calls are measured from the largest bucket down.
+        seconds: after half of them, a bucket that was not tried takes the backend of the one below; when they are over,
+            what is not measured is left out. Whole calls are measured from the largest bucket down.
         note: told what is being done.
     Raises:
         OptionError: the encoder's attention backend is fixed. CapacityError: no bucket fits on the device.
@@ -199,24 +201,42 @@ def _backends(
     found: dict[int, Measured] = {}
     lost: dict[str, int] = {}
     every = range(len(buckets))
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+    pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
+    try:
         for places in (every[::APART], [place for place in every if place % APART]):
             if found and late():
                 break
             note(f"compiling the attention of {len(places)} buckets")
             trials = [(place, _trial(encoder, buckets[place], pool, lost)) for place in places]
-            wait(
-                [ready for _, trial in trials for ready in trial.ready.values()]
-            )  # a measurement has the machine alone
+            _wait(trials, late, spare=bool(found))
             while trials and not (found and late()):
                 place, trial = trials.pop(0)  # and with it, its arrays on the device
                 note(f"attention of {buckets[place].tokens} tokens")
                 _choose(trial, lost)
                 found[place] = trial.measured
+    finally:
+        pool.shutdown(cancel_futures=True)
     for place in every:
         if place not in found:
             found[place] = Measured(replace(buckets[place], attention=found[place - 1].bucket.attention))
     return [found[place] for place in every]
+
+
+def _wait(trials: Sequence[tuple[int, _Trial]], late: Callable[[], bool], spare: bool) -> None:
+    """Until all is compiled, for a measurement has the machine alone; when it is late, until the first bucket is.
+
+    Args:
+        spare: not even for that.
+    """
+    everything = [ready for _, trial in trials for ready in trial.ready.values()]
+    needed = [] if spare or not trials else list(trials[0][1].ready.values())
+    while wait(everything, timeout=POLL).not_done:
+        if late():
+            for ready in everything:
+                if ready not in needed:
+                    ready.cancel()
+            wait(needed)
+            return
 
 
 @dataclass

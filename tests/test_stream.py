@@ -143,6 +143,26 @@ def test_the_first_calls_are_small_and_grow_so_that_the_device_begins_early(monk
     assert only.first == only.batch == 512, "few pieces pack badly"
 
 
+def test_a_cut_begins_with_small_calls_again(monkeypatch):
+    known = load("lfm2_5_vl", budgets=[64, 1024])
+    given = [picture(140 + index % 7 * 16, 140, index) for index in range(90)]
+    packed: list[list[tuple[int, ...]]] = []
+    run = known.dispatcher.run
+
+    def recorded(items, plan):
+        packed.append([tuple(slot.item for slot in call.slots) for call in plan.calls])
+        return run(items, plan)
+
+    monkeypatch.setattr(known.dispatcher, "run", recorded)
+    whole = Stream(known, given, dtype="float32", cut=lambda entry: entry.index == 44)
+    assert sum(entry.patches for entry in whole) / 2 > 2 * whole.first, "calls have grown before the cut"
+    both = packed[:]
+    packed.clear()
+    list(Stream(known, given[45:], dtype="float32"))
+    assert len(both) > len(packed) > 1
+    assert both[-len(packed) :] == packed
+
+
 def test_a_slow_consumer_finds_the_next_item_ready():
     """The next ones are prepared, and their calls issued, while the consumer is busy."""
     shared = encoder("qwen2_5_vl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import tomllib
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -234,6 +235,35 @@ def test_buckets_spread_over_the_ladder_are_tried_first(monkeypatch: pytest.Monk
     assert order == [64, 320, 128, 192, 256, 384]
     assert [one.bucket for one in found] == list(buckets)
     assert seen == [{}] * 2 + [{"dense": 1}] * 4
+
+
+def test_when_it_is_late_what_is_not_compiled_yet_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = encoder("lfm2_5_vl")
+    buckets = from_budgets(known.family, range(64, 64 * 17, 64), platform="cpu").buckets
+    compiled: list[int] = []
+    monkeypatch.setattr(tune, "THREADS", 1)
+    monkeypatch.setattr(tune, "POLL", 0.01)
+
+    def trial(encoder: jaxvit.Encoder, bucket: Bucket, pool: ThreadPoolExecutor, lost: dict[str, int]) -> tune._Trial:
+        def prepare() -> str:
+            time.sleep(0.05)
+            compiled.append(bucket.tokens)
+            return "dense"
+
+        return tune._Trial(tune.Measured(bucket), Alone.__new__(Alone), {"dense": pool.submit(prepare)}, ())
+
+    monkeypatch.setattr(tune, "_trial", trial)
+    monkeypatch.setattr(Alone, "milliseconds", lambda *_: 1.0)
+    found = tune._backends(known, buckets, lambda: True, lambda _: None)
+    assert compiled[0] == 64, "the first bucket's are waited for"
+    assert len(compiled) <= 2, "of the others, one may have begun"
+    assert [one.bucket.attention for one in found] == ["dense"] * 16
+    compiled.clear()
+    begun = time.monotonic()
+    late = lambda: time.monotonic() - begun > 0.32  # noqa: E731
+    found = tune._backends(known, buckets, late, lambda _: None)
+    assert 4 < len(compiled) < 12, "the first pass, and some of the second"
+    assert [one.bucket.attention for one in found] == ["dense"] * 16
 
 
 def test_attention_alone_has_the_head_dim_of_a_projection_cut_by_heads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,7 +228,7 @@ def complete(family: Family, given: Mapping[str, Any], max_pieces: int | None = 
         raise LadderError(f"tokens = {tokens}: no piece can use it, the smallest of {family.name} has {smallest}")
     patches = whole(given.get("patches", whole_blocks(tokens * family.merge**2, block)), "patches")
     if patches % block:
-        multiple = up(patches, block)
+        multiple = whole_blocks(patches, block)
         raise LadderError(f"patches = {patches} is not a multiple of the kernel's block of {block}; take {multiple}")
     if patches < least:
         raise LadderError(f"patches = {patches}: no piece can use it, the smallest of {family.name} has {least}")

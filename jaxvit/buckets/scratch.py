@@ -79,9 +79,19 @@ class Scratch:
         """Issues a call: weights, these arrays, inputs -> embeddings, flags, these arrays."""
         with self._lock:
             # If the call fails, or is interrupted, nobody knows what became of them: the next one makes new ones.
-            arrays, self._arrays = self._arrays, None
+            arrays, self._arrays = self._sound(), None
             if arrays is None:
                 # Not by jnp.zeros, which compiles a program for each length.
                 arrays = jax.device_put([np.zeros(length, WORD) for length in self.lengths], self.device)
             embeddings, finite, *self._arrays = launch([*weights, *arrays, *placed])
         return embeddings, finite
+
+    def _sound(self) -> list[jax.Array] | None:
+        """The arrays, unless the last call has failed on the device meanwhile: what takes them would fail as well."""
+        if self._arrays is None or not self._arrays[0].is_ready():
+            return self._arrays
+        try:
+            self._arrays[0].block_until_ready()
+        except Exception:  # of the call before, where it is reported
+            return None
+        return self._arrays

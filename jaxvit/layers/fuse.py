@@ -5,11 +5,13 @@ done to them for speed is exact and stands here alone: axes are padded with zero
 layers that one kernel computes lie in one array, a kernel lies transposed where that suits the product, and the vectors
 of the norms lie in one array, because every argument of an executable costs time at each call.
 
-A norm reads its vectors where they lie. The bias of a product has to be an array of its own, and XLA for GPUs makes a
+A norm reads its vectors where they lie. XLA's products want a bias as an array of its own, and XLA for GPUs makes a
 kernel for each bare slice. Of slices of one length that are also converted it makes a single kernel. So the biases lie
-in another array, in float32, which holds bfloat16 exactly. Elsewhere they stay arguments. The package's own kernels
-read theirs where they lie, and take them in float32: were they converted, XLA would convert the whole array and then
-make a kernel for each slice of it.
+in another array, in float32, which holds bfloat16 exactly. The package's own kernels read theirs where they lie, and
+take them in float32: were they converted, XLA would convert the whole array and then make a kernel for each slice.
+
+Copies are temporaries, though, which move from call to call. A bucket whose temporaries are to stay in place
+(``buckets.scratch``) takes each of XLA's biases as an argument all the same: they are there twice, packed and apart.
 """
 
 from __future__ import annotations
@@ -273,7 +275,7 @@ class Weights:
     ) -> list[list[jax.Array]]:
         """The arguments, one list a device, from a stream of canonical parameters.
 
-        Only vectors, and the first that comes of a pair, are held on the host.
+        Only vectors, and the first that comes of a pair, are held here.
 
         Args:
             parameters: widened, see ``widened``.

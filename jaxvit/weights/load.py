@@ -33,6 +33,8 @@ CHUNK = 2**20
 """Elements converted at a time, so that a cast needs no second copy of a tensor."""
 READERS = 4
 """Threads that read and move parameters."""
+SHARE = 16
+"""What they hold is at most one part in so many of what is loaded, or one parameter."""
 FileOf = Callable[[Path], FileIO]
 """A path -> the file, open for the thread that asks."""
 
@@ -236,39 +238,52 @@ def _stream(
     block: tuple[int, int],
     finish: Callable[[str, np.ndarray], np.ndarray] | None,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    largest = max((prod(source.stored.shape) for parameter in parameters for source in parameter.sources), default=0)
-    own = threading.local()  # one scratch a thread, so that memory is neither held twice nor fragmented
-    workers = min(READERS, os.cpu_count() or 1)
-    with ExitStack() as opened, ThreadPoolExecutor(workers, "jaxvit-read") as pool:
+    own = threading.local()
+    costs = [_cost(parameter, dtype.itemsize, finished=finish is not None) for parameter in parameters]
+    room, held = max(max(costs, default=0), sum(costs) // SHARE), 0
+    ahead: deque[tuple[int, Future[tuple[str, np.ndarray]]]] = deque()
+    with ExitStack() as files_of_threads:
 
         def file_of(path: Path) -> FileIO:
             files = vars(own).setdefault("files", {})  # a file has one position, so each thread opens its own
             if path not in files:
-                files[path] = opened.enter_context(path.open("rb", buffering=0))
+                try:
+                    files[path] = files_of_threads.enter_context(path.open("rb", buffering=0))
+                except OSError as error:
+                    raise CheckpointError(f"{path} cannot be read any more: {error}; fetch it again") from error
             return files[path]
 
         def made(parameter: Parameter) -> tuple[str, np.ndarray]:
-            if not hasattr(own, "scratch"):
-                own.scratch = np.empty(largest, dtype)
-            array = _assemble(parameter, file_of, own.scratch, block)
+            array = _assemble(parameter, file_of, dtype, block)
             return parameter.path, array if finish is None else finish(parameter.path, array)
 
-        ahead: deque[Future[tuple[str, np.ndarray]]] = deque()
-        for parameter in parameters:
-            ahead.append(pool.submit(made, parameter))
-            if len(ahead) > workers:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+        pool = ThreadPoolExecutor(min(READERS, os.cpu_count() or 1), "jaxvit-read")
+        try:
+            for parameter, cost in zip(parameters, costs, strict=True):
+                while ahead and held + cost > room:
+                    held -= ahead[0][0]
+                    yield ahead.popleft()[1].result()
+                ahead.append((cost, pool.submit(made, parameter)))
+                held += cost
+            while ahead:
+                yield ahead.popleft()[1].result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def _assemble(parameter: Parameter, file_of: FileOf, scratch: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    whole = _aligned(parameter.shape, scratch.dtype)
+def _cost(parameter: Parameter, itemsize: int, finished: bool) -> int:
+    """Bytes held while a parameter is made: itself, what it is finished into, and a tensor as it was read."""
+    read = max(prod(source.stored.shape) * (itemsize + 8 * bool(source.scale)) for source in parameter.sources)
+    return prod(parameter.shape) * itemsize * (2 if finished else 1) + read
+
+
+def _assemble(parameter: Parameter, file_of: FileOf, dtype: np.dtype, block: tuple[int, int]) -> np.ndarray:
+    whole = _aligned(parameter.shape, dtype)
     for source in parameter.sources:
         index, count = source.key.part or (0, 1)
         width = parameter.shape[-1] // count if parameter.shape else 0
         part = whole[..., index * width : (index + 1) * width] if count > 1 else whole
-        raw(part)[...] = source.key.transform(raw(_read(source, file_of, scratch, block)))
+        raw(part)[...] = source.key.transform(raw(_read(source, file_of, dtype, block)))
     return whole
 
 
@@ -285,10 +300,10 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def _read(source: Source, file_of: FileOf, scratch: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """A tensor in its stored shape, its scale applied, in memory that the next one overwrites."""
+def _read(source: Source, file_of: FileOf, dtype: np.dtype, block: tuple[int, int]) -> np.ndarray:
+    """A tensor in its stored shape, its scale applied."""
     stored, scale = source.stored, source.scale
-    result = scratch[: prod(stored.shape)]
+    result = np.empty(prod(stored.shape), dtype)
     if scale is None:
         _cast(file_of(stored.file), stored, result)
     else:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,13 @@ from jaxvit.buckets import executable, scratch
 from jaxvit.buckets.executable import Executable, Program, compile_program, weights_of
 from jaxvit.buckets.ladder import complete
 from jaxvit.buckets.scratch import Scratch
+from jaxvit.layers import fuse
+from jaxvit.layers.fuse import Weights, parameter_shapes
+from jaxvit.layers.hopper import kernels_for, packed
 from jaxvit.models import family_of
 from jaxvit.weights import manifests
-from tests.families import FAMILIES, encoder, picture
+from jaxvit.weights.load import load_parameters
+from tests.families import FAMILIES, checkpoint, encoder, picture
 
 LENGTHS = (4096, 1024, 1024, 64)
 
@@ -51,7 +57,8 @@ def test_results_are_the_same_with_memory_that_stays_in_place(family: str, reque
     expected = [call(plain, family, seed) for seed in range(4)]
     request.getfixturevalue("held")
     one = made(family, 96)
-    assert not plain.program.scratch or one._scratch is not None
+    assert plain._scratch is None
+    assert one._scratch is not None
     kept = [call(one, family, seed) for seed in range(4)]
     for rows, before in zip(kept, expected, strict=True):
         np.testing.assert_array_equal(rows, before)
@@ -159,23 +166,81 @@ def test_off_the_package_s_kernels_there_is_none():
         assert Program(known.family, bucket, dtype, "uint8", platform).scratch == ()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_biases_apart_compute_what_packed_ones_do(family: str, monkeypatch: pytest.MonkeyPatch):
-    known = encoder(family)
-    monkeypatch.setattr(executable.hopper, "why_not", lambda platform, dtype: None)
-    layout = weights_of(known.family, "cuda", "bfloat16")
-    assert layout.apart
-    assert layout.biases
-    generator = np.random.default_rng(0)
-    avals = layout.avals(np.dtype(jnp.bfloat16), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    shapes = dict((*layout.matrices, *layout.vectors, *layout.biases))
-    canonical = {name: generator.standard_normal(shape).astype(jnp.bfloat16) for name, shape in shapes.items()}
-    joined = {second for _, second, _ in layout.joined}
-    plain = executable.Weights(layout.matrices, layout.vectors, layout.biases, (), (), apart=True)
-    [arrays] = plain.pack(canonical.items(), lambda array: [jnp.asarray(array)])
-    assert [(array.shape, array.dtype) for array in arrays] == [(aval.shape, aval.dtype) for aval in avals]
-    packed, apart = (plain.unpack(arrays, apart=apart) for apart in (False, True))
-    assert packed.keys() == apart.keys() == canonical.keys() - joined
-    for name, value in apart.items():
-        np.testing.assert_array_equal(np.asarray(value, np.float32), np.asarray(packed[name], np.float32))
-        np.testing.assert_array_equal(np.asarray(value, np.float32), canonical[name].astype(np.float32))
+@pytest.mark.parametrize("name", FAMILIES)
+def test_biases_apart_compute_what_packed_ones_do(name: str, monkeypatch: pytest.MonkeyPatch):
+    known, device = encoder(name), jax.devices()[0]
+    family, shapes = known.family, parameter_shapes(executable.module_of(known.family))
+    monkeypatch.setattr(fuse, "OFTEN", 1)
+    pairings = [replace(pairing, columns=32) for pairing in family.pairings()]
+    layout = Weights.of(shapes, (*family.widenings(), *family.by_head()), pairings, biases=True, apart=True)
+    assert bool(layout.joined) == (name == "qwen2_5_vl")
+    monkeypatch.setattr(executable, "weights_of", lambda *_: layout)
+    stream = load_parameters(checkpoint(name), family.keys, shapes, np.dtype(np.float32), layout.widened)
+    [weights] = layout.pack(stream, lambda array: [jax.device_put(array, device)])
+    bucket, rows = known.ladder.buckets[-1], {}
+    pieces = [piece for item in known.prepare([picture(140, 140), picture(64, 200)]) for piece in item.pieces]
+    for lengths in ((), LENGTHS):
+        monkeypatch.setattr(Program, "scratch", lengths)
+        one = compile_program(known.dispatcher.program(bucket, "uint8"), device)
+        rows[lengths] = np.asarray(one(weights, one.program.fill(pieces))[0])
+    np.testing.assert_allclose(rows[LENGTHS], rows[()], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_xla_s_products_take_biases_that_are_arguments_where_they_are_apart(apart: bool):
+    shapes = {"norm.scale": (4,)}
+    for layer in ("a", "b", "c", "d"):
+        shapes |= {f"{layer}.kernel": (3, 4), f"{layer}.bias": (4,)}
+    layout = Weights.of(shapes, [fuse.ByHead("a\\.kernel", 2)], biases=True, apart=True)
+    names = [name for name, _ in layout.biases]
+    assert names == ["a.bias", "b.bias", "c.bias", "d.bias"]
+    count = len(layout.matrices)
+
+    def traced(*arrays: jax.Array) -> int:
+        vectors, biases, own = arrays[count], arrays[count + 1], arrays[count + 2 :]
+        with kernels_for("cpu", "bfloat16"):
+            found = layout.unpack(arrays, apart=apart)
+            for name, array in zip(names, own, strict=True):
+                if name == "a.bias":  # a kernel of the package's reads it in the packed array, in float32
+                    [whole], _ = packed.places(found[name])
+                    assert whole is biases
+                    assert found[name].dtype == jnp.float32
+                    assert (packed.own(found[name]) is array) == apart
+                else:
+                    assert (found[name] is array) == apart
+                assert packed.own(found[name]).shape == (4,)
+            [whole], _ = packed.places(found["norm.scale"])
+            assert whole is vectors
+        return 0
+
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    jax.eval_shape(traced, *layout.avals(np.dtype(jnp.bfloat16), place))
+
+
+def test_a_failure_on_the_device_stays_with_its_call(held: None):
+    one, two = made("lfm2_5_vl", 96), made("lfm2_5_vl", 128)
+    expected, launch = call(one, "lfm2_5_vl", 0), one._launch
+    assert launch is not None
+
+    def boom(_: np.ndarray) -> np.ndarray:
+        time.sleep(0.2)
+        raise RuntimeError("a device that failed")
+
+    big = jax.jit(lambda a: jax.lax.fori_loop(0, 30, lambda _, a: a @ a * 1e-4, a))
+
+    @jax.jit
+    def broken(x: jax.Array, y: jax.Array) -> jax.Array:
+        zero = jax.pure_callback(boom, jax.ShapeDtypeStruct((), np.int32), y[0, 0].astype(np.int32))
+        return x + zero.astype(x.dtype)
+
+    ones = jnp.ones((1000, 1000))
+    big(ones).block_until_ready()
+    one._launch = lambda arguments: launch([*arguments[:-1], broken(arguments[-1], big(ones))])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a device that failed"):
+        call(one, "lfm2_5_vl", 0)
+    assert one._scratch is not None
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        jax.block_until_ready(one._scratch._arrays)
+    one._launch = launch
+    np.testing.assert_array_equal(call(one, "lfm2_5_vl", 0), expected)
+    call(two, "lfm2_5_vl", 0)

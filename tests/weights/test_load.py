@@ -1,6 +1,9 @@
 import json
+import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import ml_dtypes
@@ -9,6 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxvit.errors import CheckpointError
+from jaxvit.weights import load as loading
+from jaxvit.weights.files import vision_tensors
 from jaxvit.weights.load import dtype_of, load_parameters
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -216,6 +221,69 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path, toy, write):
         dict(stream)
 
 
+def test_a_file_that_vanishes_while_it_is_read_is_an_error(tmp_path, toy, write):
+    write(tmp_path / "model.safetensors", toy.tensors())
+    stream = load_parameters(tmp_path, toy.table, toy.shapes, np.float32)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read any more"):
+        dict(stream)
+
+
+def test_a_stream_that_is_closed_reads_no_further_and_leaves_nothing_open(tmp_path, toy, write, monkeypatch):
+    write(tmp_path / "model.safetensors", toy.tensors())
+    monkeypatch.setattr(loading, "SHARE", 1)
+    go, begun, files = threading.Event(), [], []
+    opened = Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda path, *rest, **more: files.append(opened(path, *rest, **more)) or files[-1]
+    )
+
+    def finish(path: str, array: np.ndarray) -> np.ndarray:
+        begun.append(path)
+        assert len(begun) == 1 or go.wait(10)
+        return array
+
+    monkeypatch.setattr(loading, "READERS", 1)
+    stream = load_parameters(tmp_path, toy.table, toy.shapes, np.float32, finish)
+    next(stream)
+    threading.Timer(0.2, go.set).start()
+    stream.close()
+    assert len(toy.shapes) > 3
+    assert len(begun) <= 2, "what was queued is not begun"
+    assert files
+    assert all(file.closed for file in files)
+    assert not [one for one in threading.enumerate() if one.name.startswith("jaxvit-read")]
+
+
+def test_what_is_held_at_a_time_is_a_share_of_all_whatever_the_threads(tmp_path, toy, write, monkeypatch):
+    write(tmp_path / "model.safetensors", toy.tensors())
+    monkeypatch.setattr(loading, "READERS", 8)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    held, most, lock = 0, [], threading.Lock()
+    assemble = loading._assemble
+
+    def counted(parameter, *rest):
+        nonlocal held
+        with lock:
+            held += (cost := loading._cost(parameter, 4, finished=False))
+            most.append(held)
+        time.sleep(0.01)
+        array = assemble(parameter, *rest)
+        with lock:
+            held -= cost
+        return array
+
+    monkeypatch.setattr(loading, "_assemble", counted)
+    dict(load_parameters(tmp_path, toy.table, toy.shapes, np.float32))
+    plan = loading.plan(vision_tensors(tmp_path, toy.table.prefix), toy.table, toy.shapes)
+    costs = [loading._cost(one, 4, finished=False) for one in plan]
+    assert max(most) <= max(max(costs), sum(costs) // loading.SHARE)
+    most.clear()
+    monkeypatch.setattr(loading, "SHARE", 1)
+    dict(load_parameters(tmp_path, toy.table, toy.shapes, np.float32))
+    assert max(most) > max(costs), "several at a time"
+
+
 def test_each_array_is_its_own(tmp_path, toy, write):
     write(tmp_path / "model.safetensors", toy.tensors())
     arrays = list(load(tmp_path, toy, "bfloat16").values())
@@ -232,7 +300,7 @@ def test_the_dtype_is_that_of_most_weights(tmp_path, toy, write, weights):
 
 
 MEASURE = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 import jax, numpy as np
 from jaxvit.weights.keys import Key, KeyTable, transpose
@@ -243,6 +311,7 @@ def status(field):
     return int(line.split()[1]) * 1024
 
 folder, dtype, shapes = Path(sys.argv[1]), DTYPES[sys.argv[2]], json.loads(sys.argv[3])
+os.cpu_count = lambda: int(sys.argv[4])
 keys = Key(r"(.+)\\.weight", r"\\1.kernel", transpose), Key(r"(.+)\\.bias", r"\\1.bias")
 table = KeyTable(({"visual.": ""},), keys)
 jax.block_until_ready(jax.device_put(np.zeros(4, dtype)))
@@ -258,8 +327,9 @@ print(json.dumps({"peak": status("VmHWM") - before, "parameters": sum(a.nbytes f
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures through /proc")
+@pytest.mark.parametrize("cores", [1, 16])
 @pytest.mark.parametrize(("stored", "wanted"), [("BF16", "BF16"), ("BF16", "F32"), ("F32", "BF16")])
-def test_loading_needs_little_more_memory_than_the_parameters(tmp_path, root, stored, wanted):
+def test_loading_needs_little_more_memory_than_the_parameters(tmp_path, root, stored, wanted, cores):
     from jaxvit.tiny import write_checkpoint
 
     width, count = 2048, {"BF16": 30, "F32": 15}[wanted]  # 240 MiB in the dtype that is wanted
@@ -268,7 +338,7 @@ def test_loading_needs_little_more_memory_than_the_parameters(tmp_path, root, st
         tensors |= {f"visual.blocks.{block}.weight": (width, width), f"visual.blocks.{block}.bias": (width,)}
         shapes |= {f"blocks.{block}.kernel": (width, width), f"blocks.{block}.bias": (width,)}
     write_checkpoint(tmp_path, {}, {**tensors, "lm_head.weight": (width, width)}, shards=2, dtype=stored)
-    command = [sys.executable, "-c", MEASURE, str(tmp_path), wanted, json.dumps(shapes)]
+    command = [sys.executable, "-c", MEASURE, str(tmp_path), wanted, json.dumps(shapes), str(cores)]
     run = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
