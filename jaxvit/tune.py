@@ -44,6 +44,7 @@ DENSE_SCORES = 2 * 2**30
 """Bytes of float32 scores above which dense attention is not tried."""
 LOST = 2.0
 """A backend this many times slower than the best is not tried on larger buckets, from ``LOST_FROM`` patches on."""
+LOST_BELOW = "lost on a smaller bucket"
 LOST_FROM = 1024
 APART = 4
 """Every so many buckets of a ladder are tried first."""
@@ -273,7 +274,7 @@ def _trial(encoder: Encoder, bucket: Bucket, pool: ThreadPoolExecutor, lost: Map
         else:
             one.attention[name] = reason
     spared = tuple(name for name in able if lost.get(name, bucket.patches) < bucket.patches)
-    one.attention |= dict.fromkeys(spared, "lost on a smaller bucket")
+    one.attention |= dict.fromkeys(spared, LOST_BELOW)
     return _Trial(one, alone, {name: pool.submit(alone.prepare, name) for name in able if name not in spared}, spared)
 
 
@@ -288,8 +289,14 @@ def _choose(trial: _Trial, lost: dict[str, int]) -> None:
             log.warning("tune: %s at %d tokens", name, one.bucket.tokens, exc_info=True)
             one.attention[name] = f"{type(error).__name__}: {error}"[:200]
 
-    for name, ready in trial.ready.items():
-        attempt(name, ready.result)
+    def lost_before(name: str) -> bool:
+        return lost.get(name, one.bucket.patches) < one.bucket.patches
+
+    for name in sorted(trial.ready, key=lost_before):  # those that lost since this one was compiled come last
+        if lost_before(name) and times:
+            one.attention[name] = LOST_BELOW
+        else:
+            attempt(name, trial.ready[name].result)
     for name in () if times else trial.spared:
         attempt(name, partial(trial.alone.prepare, name))
     if not times:

@@ -213,6 +213,7 @@ def test_what_is_clearly_slower_is_remembered_from_1024_patches_on(monkeypatch: 
         trial = tune._Trial(tune.Measured(Bucket(patches // 4, patches, 1, 0)), Alone.__new__(Alone), done, ())
         tune._choose(trial, lost)
         assert trial.measured.bucket.attention == "mosaic"
+        assert trial.measured.attention["dense"] == (slower if patches != 2048 else "lost on a smaller bucket")
     assert lost == {"dense": 1024}
 
 
