@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
@@ -88,10 +89,13 @@ class Scratch:
 
     def _sound(self) -> list[jax.Array] | None:
         """The arrays, unless the last call has failed on the device meanwhile: what takes them would fail as well."""
-        if self._arrays is None or not self._arrays[0].is_ready():
+        if self._arrays is None:
+            return None
+        first: Any = self._arrays[0]
+        if not first.is_ready():
             return self._arrays
         try:
-            self._arrays[0].block_until_ready()
+            first.block_until_ready()
         except Exception:  # of the call before, where it is reported
             return None
         return self._arrays
