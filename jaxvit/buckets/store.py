@@ -231,7 +231,7 @@ def _sources() -> str:
 def _versions() -> dict[str, str]:
     """Of every installed package whose code ends up in an executable."""
     found = {}
-    for folder in reversed(sys.path):  # by the folders' names: to ask every package for its own takes a second
+    for folder in reversed(sys.path):  # by the folders' names: every package would read its own from a file
         for path in Path(folder or ".").glob("nvidia_*.dist-info"):
             name, _, version = path.stem.rpartition("-")
             found[name.replace("_", "-")] = version
