@@ -164,6 +164,8 @@ def test_padding_attends_within_tiles_of_its_own():
     assert ends.max() == 300
     empty = key_ranges(np.zeros(0, np.int32), 100)
     assert (empty[1] - empty[0]).max() <= TILE
+    full = key_ranges(np.array([64, 36], np.int32), 100)
+    assert (full[0].tolist(), full[1].tolist()) == ([0] * 64 + [64] * 36, [64] * 64 + [100] * 36)
 
 
 def test_a_backend_that_cannot_run_here_says_why():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -51,13 +52,12 @@ class Backend(Protocol):
 
 def key_ranges(lengths: np.ndarray, patches: int) -> tuple[np.ndarray, np.ndarray]:
     """First and one-past-last key of every row: int32 [patches] each. Padding rows get their aligned tile's padding."""
-    ends_of = np.cumsum(lengths)
-    used = int(ends_of[-1]) if len(lengths) else 0
-    rows = np.arange(used, patches, dtype=np.int32)
-    tile = rows // TILE * TILE
-    starts = np.concatenate([np.repeat(ends_of - lengths, lengths).astype(np.int32), np.maximum(tile, used)])
-    ends = np.concatenate([np.repeat(ends_of, lengths).astype(np.int32), np.minimum(tile + TILE, patches)])
-    return starts.astype(np.int32, copy=False), ends.astype(np.int32, copy=False)
+    edges = [0, *accumulate(lengths.tolist())]
+    edges += [*range((edges[-1] // TILE + 1) * TILE, patches, TILE), patches]  # padding: segments that end with a tile
+    limits = np.array(edges, np.int32)
+    starts, ends = limits[:-1], limits[1:]
+    sizes = ends - starts
+    return starts.repeat(sizes), ends.repeat(sizes)
 
 
 class Ranges:
