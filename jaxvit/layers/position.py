@@ -23,6 +23,18 @@ def cell_order(height: int, width: int, merge: int) -> np.ndarray:
     return numbers.swapaxes(1, 2).reshape(-1)
 
 
+def cell_coordinates(height: int, width: int, merge: int) -> np.ndarray:
+    """(y, x) of each patch of a frame, in the order of :func:`cell_order`: int32 [patches, 2].
+
+    Written a row of cells at a time: all such rows have the same x, and the same y but for a constant.
+    """
+    y, x = np.divmod(cell_order(merge, width, merge).astype(np.int32), np.int32(width))
+    coordinates = np.empty((height // merge, merge * width, 2), np.int32)
+    coordinates[..., 0] = np.arange(0, height, merge, dtype=np.int32)[:, None] + y
+    coordinates[..., 1] = x
+    return coordinates.reshape(-1, 2)
+
+
 # Dense weights of every entry of a side (SigLIP2: few entries, and antialiasing may use them all)
 
 

@@ -18,7 +18,7 @@ import jaxvit
 from jaxvit import tiny
 from jaxvit.errors import CheckpointError
 from jaxvit.layers.fuse import parameter_shapes
-from jaxvit.layers.position import cell_order
+from jaxvit.layers.position import cell_coordinates, cell_order
 from jaxvit.models import family_of
 from jaxvit.models.family import Item, Piece
 from jaxvit.models.lfm2_vl import layout
@@ -227,6 +227,16 @@ def test_that_form_is_the_reference_s(grid: tuple[int, int]):
     object.__setattr__(projector, "factor", 2)
     expected = Lfm2VlMultiModalProjector.pixel_unshuffle(projector, features).reshape(-1, 12).numpy()
     np.testing.assert_array_equal(features.reshape(-1, 3)[cell_order(*grid, 2)].reshape(-1, 12).numpy(), expected)
+
+
+@pytest.mark.parametrize("merge", [1, 2, 3])
+@pytest.mark.parametrize("grid", [(1, 1), (1, 7), (5, 1), (4, 6)])
+def test_coordinates_are_those_of_the_patches_in_cell_order(grid: tuple[int, int], merge: int):
+    height, width = (side * merge for side in grid)
+    coordinates = cell_coordinates(height, width, merge)
+    assert coordinates.dtype == np.int32
+    np.testing.assert_array_equal(coordinates @ [width, 1], cell_order(height, width, merge))
+    assert ((coordinates >= 0) & (coordinates < (height, width))).all()
 
 
 def test_each_row_s_position_is_its_own_patch_s():

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxvit.layers.position import bicubic, cell_order
+from jaxvit.layers.position import bicubic, cell_coordinates
 from jaxvit.models.family import Bucket, Buffer, Piece, Rows
 from jaxvit.models.kimi_k25.config import Config
 
@@ -47,12 +47,14 @@ class Places(NamedTuple):
 @lru_cache(maxsize=64)
 def places(height: int, width: int, config: Config) -> Places:
     """The places of a frame of height x width patches."""
-    y, x = np.divmod(cell_order(height, width, config.merge_kernel_size), width)
+    coordinates = cell_coordinates(height, width, config.merge_kernel_size)
     rows, columns = bicubic(config.pos_emb_height, height), bicubic(config.pos_emb_width, width)
+    entries = coordinates.astype(np.intp)
+    entries[:, 1] += height  # the columns' taps lie behind the rows', so that one take finds both
     result = Places(
-        np.stack([y, x], axis=1).astype(np.int32),
-        np.stack([rows.index[y], columns.index[x]], axis=1),
-        np.stack([rows.weight[y], columns.weight[x]], axis=1),
+        coordinates,
+        np.concatenate([rows.index, columns.index]).take(entries, axis=0),
+        np.concatenate([rows.weight, columns.weight]).take(entries, axis=0),
     )
     for array in result:
         array.flags.writeable = False

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxvit.layers.position import antialiased_linear, cell_order
+from jaxvit.layers.position import antialiased_linear, cell_coordinates
 from jaxvit.models.family import Bucket, Buffer, Piece, Rows
 from jaxvit.models.lfm2_vl.config import Config
 
@@ -34,8 +34,9 @@ class Positions(NamedTuple):
 @lru_cache(maxsize=256)
 def positions(height: int, width: int, merge: int, side: int) -> Positions:
     """Weights for a grid of height x width patches, cell by cell."""
-    y, x = np.divmod(cell_order(height, width, merge), width)
-    weights = Positions(antialiased_linear(side, height)[y], antialiased_linear(side, width)[x])
+    y, x = cell_coordinates(height, width, merge).T
+    rows, columns = antialiased_linear(side, height), antialiased_linear(side, width)
+    weights = Positions(rows.take(y, axis=0), columns.take(x, axis=0))
     for array in weights:
         array.flags.writeable = False
     return weights
