@@ -493,6 +493,18 @@ def test_mean_weights_are_one_over_the_frames_and_unused_slots_name_an_own_cell(
     assert arrays["frame"].tolist() == [1] * 24 + [2] * 24 + [3] * 24 + [0] * 8 + [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
 
 
+def test_the_mean_over_an_image_s_one_frame_reads_its_own_cell():
+    family = full_family()
+    alone = family.layout(item_of((1, 4, 6), (1, 2, 4)).pieces, Bucket(16, 96, 3))
+    beside = family.layout(item_of((1, 4, 6), (1, 2, 4), (2, 2, 2)).pieces, Bucket(16, 96, 3))
+    for arrays in (alone, beside):
+        assert joined(arrays["mean_index"])[:8].tolist() == [[token] * 4 for token in range(8)]
+        assert joined(arrays["mean_weight"])[:8].tolist() == [[1.0, 0.0, 0.0, 0.0]] * 8
+        assert not joined(arrays["frame"])[:32].any()
+    assert joined(beside["mean_index"])[8:].tolist() == [[8, 9, 8, 8]]
+    assert joined(beside["mean_weight"])[8:].tolist() == [[0.5, 0.5, 0.0, 0.0]]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.reference

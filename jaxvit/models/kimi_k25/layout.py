@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -79,8 +78,7 @@ def layout(config: Config, pieces: Sequence[Piece]) -> dict[str, Rows]:
     """Rows for those buffers, as long as the pieces are."""
     plans = [places(*piece.grid[1:], config) for piece in pieces]
     frames = [piece.grid[0] for piece in pieces]
-    starts = accumulate((piece.rows // config.cell for piece in pieces[:-1]), initial=0)
-    means = [mean(piece, start, config) for piece, start in zip(pieces, starts, strict=True)]
+    index, weight = means(config, pieces)
 
     def of_frames(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:  # the same in every frame of a piece
         return [array for array, count in zip(arrays, frames, strict=True) for _ in range(count)]
@@ -90,25 +88,41 @@ def layout(config: Config, pieces: Sequence[Piece]) -> dict[str, Rows]:
         "coordinates": of_frames([plan.coordinates for plan in plans]),
         "tap_index": of_frames([plan.index for plan in plans]),
         "tap_weight": of_frames([plan.weight for plan in plans]),
-        "frame": [frame_rows(piece) for piece in pieces],
-        "mean_index": [index for index, _ in means],
-        "mean_weight": [weight for _, weight in means],
+        "frame": frame_rows(pieces),
+        "mean_index": index,
+        "mean_weight": weight,
     }
 
 
-def frame_rows(piece: Piece) -> np.ndarray:
+def frame_rows(pieces: Sequence[Piece]) -> np.ndarray:
     """Row of the time table for each patch: int32 [rows]. One frame alone has no term of time, not that of frame 0."""
-    frames, height, width = piece.grid
-    return np.repeat(np.arange(frames, dtype=np.int32) + np.int32(frames > 1), height * width)
+    rows, place = np.zeros(sum(piece.rows for piece in pieces), np.int32), 0
+    for piece in pieces:
+        frames, behind = piece.grid[0], place + piece.rows
+        if frames > 1:
+            rows[place:behind].reshape(frames, -1)[...] = np.arange(1, frames + 1)[:, None]
+        place = behind
+    return rows
 
 
-def mean(piece: Piece, start: int, config: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Cells and weights of the mean over a piece's frames, ``start`` being its first cell: [tokens, pos_emb_time]."""
-    frames, slots = piece.grid[0], np.arange(config.pos_emb_time)
-    used = slots < frames
-    index = start + np.arange(piece.tokens)[:, None] + np.where(used, slots, 0) * piece.tokens
-    weight = np.broadcast_to(np.where(used, np.float32(1) / np.float32(frames), np.float32(0)), index.shape)
-    return index.astype(np.int32), weight
+def means(config: Config, pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
+    """Cells and weights of each token's mean over its piece's frames: [tokens, pos_emb_time] each."""
+    slots, tokens = range(config.pos_emb_time), [piece.tokens for piece in pieces]
+    index = np.arange(sum(tokens), dtype=np.int32).repeat(len(slots)).reshape(-1, len(slots))
+    if all(piece.grid[0] == 1 for piece in pieces):  # a token is its one cell
+        weight = np.zeros(index.shape, np.float32)
+        weight[:, 0] = 1
+        return index, weight
+    steps: list[list[int]] = []
+    shares: list[list[float]] = []
+    skipped = 0  # cells of later frames so far
+    for piece in pieces:
+        frames = piece.grid[0]
+        steps.append([skipped + (slot * piece.tokens if slot < frames else 0) for slot in slots])
+        shares.append([1 / frames if slot < frames else 0.0 for slot in slots])
+        skipped += (frames - 1) * piece.tokens
+    index += np.array(steps, np.int32).repeat(tokens, axis=0)
+    return index, np.array(shares, np.float32).repeat(tokens, axis=0)
 
 
 def lengths(pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
