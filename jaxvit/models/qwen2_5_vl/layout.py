@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -81,14 +82,15 @@ def layout(config: Config, pieces: Sequence[Piece]) -> dict[str, Rows]:
     """Rows for those buffers, as long as the pieces are."""
     values = config.in_channels * config.patch_size**2
     plans = [of_piece(piece, config) for piece in pieces]
-    offsets = np.cumsum([0] + [piece.tokens for piece in pieces[:-1]], dtype=np.int32)
+    stills = [is_still(piece, values) for piece in pieces]
+    offsets = accumulate([piece.tokens for piece in pieces[:-1]], initial=0)
     arrays: dict[str, Rows] = {
         "pixels": [piece.patches[:, :values] for piece in pieces],
-        "still": np.repeat(np.array([is_still(piece, values) for piece in pieces], np.uint8), [p.rows for p in pieces]),
+        "still": np.array(stills, np.uint8).repeat([piece.rows for piece in pieces]),
         "coordinates": [plan.coordinates for plan in plans],
         "reverse": [plan.reverse + offset for plan, offset in zip(plans, offsets, strict=True)],
     }
-    if not all(is_still(piece, values) for piece in pieces):
+    if not all(stills):
         # A still's second frame is never read, so any rows of the right shape will do.
         arrays["pixels_second"] = [piece.patches[:, -values:] for piece in pieces]
     return arrays
