@@ -77,7 +77,7 @@ def test_a_tile_holds_gate_and_then_up():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [512, 1024, 1280, 2176, 4096, 16384])
-@pytest.mark.parametrize(("width", "outputs"), [(1280, 3456), (64, 128), (192, 256)])
+@pytest.mark.parametrize(("width", "outputs"), [(1280, 3456), (64, 128), (192, 256), (256, 384)])
 def test_the_kernel_equals_float64(rows: int, width: int, outputs: int):
     gate, up = layers(width, outputs, "bfloat16")
     x = inputs(rows, width, "bfloat16")

@@ -3,8 +3,9 @@
 XLA's products end in a bias, an activation or a residual. What else follows one, a gate, a rotation, would be a pass of
 its own over memory; here it happens to a tile that is still in registers.
 
-A persistent grid walks over tiles of 128 rows. Two warp groups multiply 64 rows each, one warp loads ahead. The kernel
-is read with its inputs innermost: [outputs, inputs].
+A persistent grid walks over tiles of 128 rows. Two warp groups multiply 64 rows each, one warp loads ahead. The second
+group begins a block of inputs after the first, so that one's last steps run beside the other's products. The kernel is
+read with its inputs innermost: [outputs, inputs].
 """
 
 # What Pallas' decorators make of a kernel's arguments is beyond the checker.
@@ -82,8 +83,10 @@ def product(
     total = down * across
     matrix, column = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(0)
 
-    # Hardware barriers 0 to 3 belong to Mosaic. Then: "the slot was read", and "the biases were read".
-    read, bias_read, threads = 4, 4 + stages, 2 * 128 + 32
+    # Hardware barriers 0 to 3 belong to Mosaic. Then: "the slot was read", "the biases were read", "the first group has
+    # begun". With fewer blocks than slots the first could begin twice before the second takes notice.
+    read, bias_read, begun, threads = 4, 4 + stages, 5 + stages, 2 * 128 + 32
+    staggered = blocks >= stages
 
     def shared(*shape: int) -> Any:
         swizzle = plgpu.find_swizzle(shape[-1] * 16)
@@ -122,12 +125,17 @@ def product(
                 known = [plgpu.load(each.at[mine], layout=matrix, optimized=False) for each in tables_all]
 
                 def multiply(sums: Any) -> Array:
+                    if staggered:
+                        pl.when(group == 1)(lambda: sync(begun, 2 * 128))
+
                     @pl.loop(integer(0), integer(blocks))
                     def _(block: Array) -> None:
                         slot = lax.rem(before + block, integer(stages))
                         plgpu.barrier_wait(here.at[slot])
                         plgpu.wgmma(sums, xs.at[slot, pl.ds(group * half, half)], kernels.at[slot].T)
                         plgpu.wgmma_wait(1)
+                        if staggered:
+                            pl.when((block == 0) & (group == 0))(lambda: arrive(begun, 2 * 128))
 
                         @pl.when(block > 0)
                         def _() -> None:
