@@ -39,9 +39,9 @@ SETUPS = [
 BOUND = {"float32": 1e-6, "bfloat16": 5e-3}
 
 
-def inputs(patches: int, dim: int, dtype: str, seed: int = 0) -> list[np.ndarray]:
+def inputs(patches: int, dim: int, dtype: str, seed: int = 0, heads: int = HEADS) -> list[np.ndarray]:
     generator = np.random.default_rng(seed)
-    return [generator.standard_normal((patches, HEADS, dim)).astype(jnp.dtype(dtype)) for _ in range(3)]
+    return [generator.standard_normal((patches, heads, dim)).astype(jnp.dtype(dtype)) for _ in range(3)]
 
 
 def attend(name: str, qkv: list[np.ndarray], lengths: list[int], segments: int = 64) -> np.ndarray:
@@ -105,14 +105,16 @@ def test_nothing_of_a_segment_or_of_the_padding_reaches_another(name: str, dtype
 @pytest.mark.parametrize(
     ("patches", "lengths"),
     [
-        pytest.param(4096, [64] * 64, id="full"),
+        pytest.param(4096, [64] * 64, id="full, four heads a block"),
         pytest.param(4096, ([64] * 9 + [48] * 3 + [16, 12] + [64] * 5 + [32] * 2) * 3, id="cut"),
+        pytest.param(384, [64] * 5 + [40, 24], id="a head a block"),
+        pytest.param(1600, [64] * 20 + [48, 12] + [64] * 4, id="two heads a block"),
         pytest.param(256, [256], id="few patches, one segment"),
         pytest.param(256, [100, 1, 90], id="few patches, cut"),
     ],
 )
 def test_rotation_and_attention_are_one(dim: int, patches: int, lengths: list[int]):
-    q, k, v = inputs(patches, dim, "bfloat16")
+    q, k, v = inputs(patches, dim, "bfloat16", heads=16)
     angles = np.random.default_rng(1).random((patches, dim // 2), dtype=np.float32) * 6
     turn = (jnp.cos(angles), jnp.sin(angles))
     backend = BACKENDS["mosaic"]

@@ -22,11 +22,12 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxvit.layers.attention.segments import TILE, tile_ranges
+from jaxvit.layers.hopper.barriers import MULTIPROCESSORS
 
 HEADS = 4
-"""Heads of a block of threads: the tile's ranges, cosines and sines are read once for all of them."""
+"""Heads of a block of threads at most: the tile's ranges, cosines and sines are read once for all of them."""
 FEW_PATCHES = 256
-"""Up to which a block of threads takes one head alone, so that there are enough of them."""
+"""Up to so many, this kernel is the faster one for segments of any length."""
 
 
 def suits(dim: int) -> bool:
@@ -50,7 +51,9 @@ def attend(qkv: Array, cos: Array, sin: Array, starts: Array, ends: Array, scale
 
     patches, three, dim = qkv.shape
     heads = three // 3
-    group = 1 if patches <= FEW_PATCHES else math.gcd(heads, HEADS)
+    group = math.gcd(heads, HEADS)
+    while group > 1 and patches // TILE * (heads // group) < MULTIPROCESSORS:
+        group //= 2
     matrix, column = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
     swizzle = plgpu.find_swizzle(dim * 16)
     transforms = (plgpu.TilingTransform((8, 8 * swizzle // 16)), plgpu.SwizzleTransform(swizzle))
