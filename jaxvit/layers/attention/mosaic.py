@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,12 +40,15 @@ class Tiling:
         keys: keys of a block.
         stages: blocks of keys in shared memory at a time.
         persistent: one block of threads a multiprocessor walks over all tiles, instead of one block a tile.
+        halves: maxima and sums of a row are taken by halves of its columns, and the sum's last steps behind the loop:
+            shorter chains of dependent steps, more registers.
     """
 
     groups: int = 2
     keys: int = 128
     stages: int = 2
     persistent: bool = True
+    halves: bool = False
 
     def __post_init__(self) -> None:
         if self.groups == 2 and not self.persistent:
@@ -56,6 +60,10 @@ class Tiling:
 
 
 LARGE = Tiling()
+LONG = Tiling(halves=True)
+"""For many rows."""
+LONG_FROM = 8192
+"""Patches of a bucket from which that is faster."""
 SMALL = Tiling(groups=1, persistent=False)
 """For few rows: more and smaller tiles fill more of the chip."""
 
@@ -92,9 +100,19 @@ class Mosaic(Ranges):
         return hopper.why_not(platform, dtype)
 
 
+def folded(x: Array, combine: Callable[[Array, Array], Array], width: int) -> Array:
+    """Columns combined with those half a row away, until a row has so many."""
+    while x.shape[1] > width:
+        half = x.shape[1] // 2
+        x = combine(x[:, :half], x[:, half:])
+    return x
+
+
 def tiling(patches: int) -> Tiling:
     """The tiling for a bucket of so many patches."""
-    return LARGE if patches % LARGE.rows == 0 and patches > 512 else SMALL
+    if patches % LARGE.rows or patches <= 512:
+        return SMALL
+    return LONG if patches >= LONG_FROM else LARGE
 
 
 @functools.partial(jax.jit, static_argnames=("heads", "places", "scale", "tiling"))
@@ -134,6 +152,8 @@ def flash(
     swizzle = plgpu.find_swizzle(dim * 16)
     transforms = (plgpu.TilingTransform((8, 8 * swizzle // 16)), plgpu.SwizzleTransform(swizzle))
     exponent = scale * math.log2(math.e)
+    partial_sums = 8 if tiling.halves else 0
+    """Columns of a row's running sum, 0 for one number."""
 
     # Hardware barriers 0 to 3 belong to Mosaic. Then: whose turn it is, and "the slot was read" of q, k and v.
     turn = 4
@@ -184,7 +204,10 @@ def flash(
                     pl.when(number == 0)(all_slots_are_free)
 
                 top = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), column)
-                weight = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), column)
+                if partial_sums:
+                    weight = plgpu.layout_cast(jnp.zeros((TILE, partial_sums), jnp.float32), matrix)
+                else:
+                    weight = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), column)
                 sums = plgpu.layout_cast(jnp.zeros((TILE, dim), jnp.float32), matrix)
                 first = plgpu.load(starts_all.at[mine], layout=column, optimized=False)
                 last = plgpu.load(ends_all.at[mine], layout=column, optimized=False)
@@ -203,11 +226,15 @@ def flash(
                     return lax.cond((base < greatest_start) | (base + keys > least_end), apply, lambda: scores)
 
                 def softmax(scores: Array, top: Array, weight: Array, sums: Array) -> tuple[Array, ...]:
-                    new = jnp.maximum(top, scores.max(axis=1) * exponent)
+                    highest = folded(scores, jnp.maximum, 16) if partial_sums else scores
+                    new = jnp.maximum(top, highest.max(axis=1) * exponent)
                     safe = jnp.maximum(new, -1e30)  # a row that has met no key yet: exp2(-inf) is 0, never NaN
                     decay = jnp.exp2(top - safe)
                     shares = jnp.exp2(scores * exponent - across(safe, keys))
-                    weight = weight * decay + shares.sum(axis=1)
+                    if partial_sums:
+                        weight = weight * across(decay, partial_sums) + folded(shares, jnp.add, partial_sums)
+                    else:
+                        weight = weight * decay + shares.sum(axis=1)
                     return shares.astype(jnp.bfloat16), new, weight, sums * across(decay, dim)
 
                 def others_turn() -> None:
@@ -254,6 +281,7 @@ def flash(
 
                 sums, top, weight = lax.fori_loop(low, high, step, (sums, top, weight))
                 arrive(q_read + q_slot, threads)
+                weight = weight.sum(axis=1) if partial_sums else weight
                 sums = sums * across(1 / (weight + float(jnp.finfo(jnp.float32).tiny)), dim)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 outs[group] = sums.astype(jnp.bfloat16)
