@@ -20,8 +20,9 @@ from jaxvit.layers.hopper import kernels_for
 from jaxvit.models.family import Bucket, Piece
 from jaxvit.reference.tower import tower_of
 
-REPEAT, REPEAT_TO = 8, 4096
-"""Times that attention runs inside one program, up to so many patches: alone, it is shorter than issuing a call."""
+REPEAT, FEW, REPEAT_TO = 8, 2, 16384
+"""Times that attention runs inside one program, up to so many patches and above: alone, that of short segments is
+shorter than issuing a call."""
 SOME = 1024
 """Random rows, repeated."""
 PATIENCE = 0.2
@@ -52,7 +53,7 @@ class Alone:
     def __init__(self, encoder: Encoder, bucket: Bucket, loads: Sequence[Sequence[Piece]]):
         self.encoder, self.bucket, self.loads = encoder, bucket, loads
         self.device, self.tower = encoder.dispatcher.devices[0], tower_of(encoder.family)
-        self.repeat = REPEAT if bucket.patches <= REPEAT_TO else 1
+        self.repeat = REPEAT if bucket.patches <= REPEAT_TO else FEW
         program = encoder.dispatcher.program(bucket, "uint8")
         kernel = dict(program.weights.matrices)[f"blocks.0.{self.tower.qkv}.kernel"]
         heads, rows = 3 * self.tower.heads, bucket.patches
