@@ -277,8 +277,8 @@ def test_attention_alone_has_the_head_dim_of_a_projection_cut_by_heads(monkeypat
     monkeypatch.setattr(executable, "weights_of", lambda *_: cut)
     alone = Alone(known, bucket, [known.family.example(bucket)])
     heads = known.family.config.num_attention_heads
-    assert plain.inputs[0].shape == (bucket.patches, 3, heads, known.family.config.head_dim)
-    assert alone.inputs[0].shape == (bucket.patches, 3, heads, 2 * known.family.widenings()[2].padded)
+    assert plain.inputs[0][0].shape == (bucket.patches, 3, heads, known.family.config.head_dim)
+    assert alone.inputs[0][0].shape == (bucket.patches, 3, heads, 2 * known.family.widenings()[2].padded)
     assert alone.inputs[1] is not None, "on a CPU the product does not rotate"
 
 

@@ -65,7 +65,8 @@ class Alone:
         random = np.resize(some.astype(jnp.dtype(encoder.dtype)), (rows, *some.shape[1:]))
         angles = generator.uniform(0, 6, (rows, encoder.family.config.head_dim // 2)).astype(np.float32)
         rotation = (np.cos(angles), np.sin(angles)) if self.tower.angles and not rotated else None
-        self.inputs = jax.device_put((random, rotation), self.device)
+        projection, rotation = jax.device_put((random, rotation), self.device)
+        self.inputs = [projection] * self.repeat, rotation
 
     def prepare(self, name: str) -> list[Prepared]:
         """Compiles a backend for each segment set. Several may be prepared at once, in threads."""
@@ -76,14 +77,10 @@ class Alone:
         for reach, blocks in Counter(self.tower.reaches).items():
             longest, room = family.longest(reach), program._segments(reach)
 
-            def repeated(qkv: Any, rotation: Any, metadata: Any, longest: int | None = longest) -> Any:
-                out = attention.attend(backend, qkv, rotation, metadata, scale, longest)
-                for _ in range(self.repeat - 1):
-                    # Nothing, but it waits for the last result: else all repetitions are one and the same.
-                    nothing = jnp.isnan(out[0, 0, 0])
-                    metadata = {name: value + nothing.astype(value.dtype) for name, value in metadata.items()}
-                    out = attention.attend(backend, qkv, rotation, metadata, scale, longest)
-                return out
+            def repeated(projections: Any, rotation: Any, metadata: Any, longest: int | None = longest) -> Any:
+                # The compiler does not know that they are one array, else all repetitions were one. What follows from
+                # the metadata alone is computed once, as for all blocks of an encoder.
+                return [attention.attend(backend, each, rotation, metadata, scale, longest) for each in projections]
 
             arrays = [backend.metadata(family.lengths(load)[reach], self.bucket.patches, room) for load in self.loads]
             metadata = [jax.device_put(dict(each), self.device) for each in arrays]
