@@ -8,10 +8,11 @@ squared segment lengths gives the bucket's constant and slope. A bucket that cos
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -133,7 +134,7 @@ def tune(
     Args:
         encoder: loaded with ``attention="auto"``; its first device is measured.
         ladder: the candidates; None for the family's default.
-        seconds: after half of them, a bucket that was not tried takes the backend of the one below; when they are over,
+        seconds: after half of them, a bucket that was not tried takes the backend of the nearest that was; when they are over,
             what is not measured is left out. Whole calls are measured from the largest bucket down.
         note: told what is being done.
     Raises:
@@ -198,7 +199,7 @@ def _backends(
     encoder: Encoder, buckets: Sequence[Bucket], late: Callable[[], bool], note: Callable[[str], None]
 ) -> list[Measured]:
     """Every bucket with its fastest backend. Some buckets, spread over the ladder, come first; what is clearly slower
-    there is not compiled for larger ones. When it is late, a bucket takes the backend of the one below, untried."""
+    there is not compiled for larger ones. When it is late, a bucket takes the backend of the nearest that was tried."""
     found: dict[int, Measured] = {}
     lost: dict[str, int] = {}
     every = range(len(buckets))
@@ -217,10 +218,13 @@ def _backends(
                 found[place] = trial.measured
     finally:
         pool.shutdown(cancel_futures=True)
-    for place in every:
-        if place not in found:
-            found[place] = Measured(replace(buckets[place], attention=found[place - 1].bucket.attention))
-    return [found[place] for place in every]
+    return [found.get(place) or Measured(_as_nearest(buckets[place], found.values())) for place in every]
+
+
+def _as_nearest(bucket: Bucket, tried: Iterable[Measured]) -> Bucket:
+    """The bucket with the backend of the tried one whose patches are nearest, as a ratio."""
+    nearest = min(tried, key=lambda one: abs(math.log(one.bucket.patches / bucket.patches)))
+    return replace(bucket, attention=nearest.bucket.attention)
 
 
 def _wait(trials: Sequence[tuple[int, _Trial]], late: Callable[[], bool], spare: bool) -> None:

@@ -267,6 +267,14 @@ def test_when_it_is_late_what_is_not_compiled_yet_is_given_up(monkeypatch: pytes
     assert [one.bucket.attention for one in found] == ["dense"] * 16
 
 
+def test_an_untried_bucket_takes_the_backend_of_the_nearest() -> None:
+    known = encoder("lfm2_5_vl")
+    buckets = from_budgets(known.family, [64, 80, 112, 144, 256], platform="cpu").buckets
+    tried = [tune.Measured(replace(buckets[0], attention="dense")), tune.Measured(replace(buckets[4], attention="xla"))]
+    found = [tune._as_nearest(bucket, tried).attention for bucket in buckets]
+    assert found == ["dense", "dense", "dense", "xla", "xla"], "128 tokens are as far from both"
+
+
 def test_attention_alone_has_the_head_dim_of_a_projection_cut_by_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     known = encoder("kimi_k25")
     bucket = known.ladder.buckets[0]
