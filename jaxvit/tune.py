@@ -134,8 +134,8 @@ def tune(
     Args:
         encoder: loaded with ``attention="auto"``; its first device is measured.
         ladder: the candidates; None for the family's default.
-        seconds: after half of them, a bucket that was not tried takes the backend of the nearest that was; when they are over,
-            what is not measured is left out. Whole calls are measured from the largest bucket down.
+        seconds: after half of them, a bucket that was not tried takes the backend of the nearest that was; when they
+            are over, what is not measured is left out. Whole calls are measured from the largest bucket down.
         note: told what is being done.
     Raises:
         OptionError: the encoder's attention backend is fixed. CapacityError: no bucket fits on the device.
