@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxvit.buckets.dispatcher import Output, Plan
 from jaxvit.errors import NumericsError
-from jaxvit.models.family import Family
+from jaxvit.models.family import Family, Item
 
 OnError = Literal["raise", "return"]
 
@@ -56,6 +56,9 @@ class Encodings(Sequence):
         return found if isinstance(found, Exception) else found[0]
 
     def __iter__(self) -> Iterator[Any]:
+        for number, output in enumerate(self._outputs):
+            if number not in self._host:
+                output.embeddings.copy_to_host_async()  # while the calls behind it run
         return (self[index] for index in range(len(self)))
 
     def kept(self, index: int) -> np.ndarray | None:
@@ -86,8 +89,7 @@ class Encodings(Sequence):
                 if isinstance(places, Exception):
                     return places
                 rows = [self._fetch(number)[offset : offset + tokens] for number, offset, tokens in places]
-                array, kept = self._family.finish(self._results[index], np.concatenate(rows))
-                self._arrays[index] = (array.astype(self._dtype, copy=False), kept)
+                self._arrays[index] = finished(self._family, self._results[index], rows, self._dtype)
             return self._arrays[index]
 
     def _checked(self, index: int) -> NumericsError | list[tuple[int, int, int]]:
@@ -106,6 +108,14 @@ class Encodings(Sequence):
             output = self._outputs[number]
             self._host[number] = output.host(output.embeddings)
         return self._host[number]
+
+
+def finished(
+    family: Family, item: Item, rows: Sequence[np.ndarray], dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """An item's embeddings, in memory of their own, and what pruning kept, from its pieces' rows of packed outputs."""
+    array, kept = family.finish(item, rows[0] if len(rows) == 1 else np.concatenate(rows))
+    return array.astype(dtype, copy=len(rows) == 1), kept
 
 
 def check_finite(item: int, places: Sequence[tuple[Output, int, int]]) -> None:

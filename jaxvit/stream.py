@@ -7,10 +7,11 @@ what depends on the items and their order, never on time, so the same stream giv
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from jaxvit import media as _media
 from jaxvit.buckets.dispatcher import Call, Output, Plan
 from jaxvit.encoder import Encoder
-from jaxvit.encodings import check_finite
+from jaxvit.encodings import check_finite, finished
 from jaxvit.errors import JaxvitError, NumericsError
 from jaxvit.models.family import Item, Piece
 
@@ -28,6 +29,8 @@ LOOKAHEAD = 1024
 """Items read and not yet yielded, at most."""
 BATCH = 2
 """Prepared pieces run once they would fill so many of the largest buckets on every device; twice as many are held."""
+LARGE = 16384
+"""Patches from which a larger bucket is no quicker for its size: it is filled for pieces that need it, not by many."""
 FIRST = 1 / 16
 """Share of that at which the first pieces run, so that the device does not wait for long; it doubles each time."""
 ENOUGH = 8
@@ -36,6 +39,8 @@ FULL = 0.95
 """A call this full on some axis is not held back for pieces to come."""
 THREADS = 32
 """Threads that prepare, at most."""
+
+SPENT: Sequence[str] = ("preparation", "issue", "device", "transfer", "finish")
 
 
 @dataclass(eq=False)
@@ -76,6 +81,10 @@ class Stream:
         lookahead: most items read and not yet handed out.
         cut: asked for every entry in order, as soon as it is prepared: does the packing end behind it? What is packed
             between two cuts does not depend on what lies outside.
+
+    Attributes:
+        seconds: where the caller's thread has been: waiting for preparation, planning and issuing calls, waiting for
+            the device, waiting for its results on the host, and putting arrays together.
     """
 
     def __init__(
@@ -91,13 +100,14 @@ class Stream:
         self.dtype = np.dtype(jnp.dtype(dtype))
         self.source: Iterator[Any] | None = iter(_media.as_iterable(media))
         sizes = [bucket.patches for bucket in self.dispatcher.ladder]
-        self.batch = BATCH * max(sizes) * len(self.dispatcher.devices)
+        self.batch = BATCH * min(max(sizes), LARGE) * len(self.dispatcher.devices)
         self.first = min(self.batch, max(FIRST * self.batch, ENOUGH * min(sizes) * len(self.dispatcher.devices)))
         self.due = self.first  # patches to wait for before the next calls
         self.read = 0  # items
         self.held = self.waiting = 0  # patches since the last cut: not yet handed out, not yet run
         self.closed = self.earlier = 0  # entries from before the last cut that are not yet handed out; their patches
         self.run = self.room = 0  # patches that ran, and those of their buckets
+        self.seconds: dict[str, float] = dict.fromkeys(SPENT, 0.0)
         self.unprepared: deque[Entry] = deque()
         self.entries: deque[Entry] = deque()
         self.pending: list[tuple[Entry, int]] = []
@@ -151,7 +161,8 @@ class Stream:
     def _take(self, entry: Entry) -> None:
         """Waits until the entry is prepared; runs what is pending once it is enough."""
         if entry.prepared is not None:
-            found, entry.prepared = entry.prepared.result(), None
+            with self._spent("preparation"):
+                found, entry.prepared = entry.prepared.result(), None
             if isinstance(found, Exception):
                 entry.error = found
             else:
@@ -170,6 +181,10 @@ class Stream:
 
     def _issue(self, everything: bool) -> None:
         """Runs pending pieces; unless everything is to run, each device's emptiest call waits for pieces to fill it."""
+        with self._spent("issue"):
+            self._run_pending(everything)
+
+    def _run_pending(self, everything: bool) -> None:
         pieces = [entry.item.pieces[number] for entry, number in self.pending if entry.item]
         singles = [Item((piece,), (piece.grid,), piece.tokens) for piece in pieces]
         plan = self.dispatcher.plan(singles)
@@ -202,6 +217,14 @@ class Stream:
                 emptiest[call.device] = (full, call)
         return [call for _, call in emptiest.values()]
 
+    @contextmanager
+    def _spent(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
     def _finish(self, entry: Entry) -> Entry:
         """Waits for the entry's calls and puts its rows together."""
         if self.closed:
@@ -211,10 +234,13 @@ class Stream:
         if entry.item and not entry.error:
             try:
                 places = [entry.places[number] for number in range(len(entry.item.pieces))]
-                check_finite(entry.index, places)
-                rows = [output.host(output.embeddings)[offset : offset + tokens] for output, offset, tokens in places]
-                array, _ = self.encoder.family.finish(entry.item, np.concatenate(rows))
-                entry.array = array.astype(self.dtype, copy=False)
+                with self._spent("device"):
+                    check_finite(entry.index, places)
+                with self._spent("transfer"):
+                    hosts = [output.host(output.embeddings) for output, _, _ in places]
+                with self._spent("finish"):
+                    rows = [host[start : start + size] for host, (_, start, size) in zip(hosts, places, strict=True)]
+                    entry.array, _ = finished(self.encoder.family, entry.item, rows, self.dtype)
             except NumericsError as error:
                 entry.error = error
         entry.places = {}

@@ -141,6 +141,8 @@ def test_the_first_calls_are_small_and_grow_so_that_the_device_begins_early(monk
     assert issued == [batch // 16, batch // 8, batch // 4, batch // 2, batch]
     only = Stream(load("lfm2_5_vl", budgets=[64]), [], dtype="float32")
     assert only.first == only.batch == 512, "few pieces pack badly"
+    large = Stream(load("lfm2_5_vl", budgets=[64, 16384]), [], dtype="float32")
+    assert large.batch == 2 * 16384, "not 2 x 65,536"
 
 
 def test_a_cut_begins_with_small_calls_again(monkeypatch):

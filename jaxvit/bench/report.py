@@ -106,6 +106,12 @@ class Report:
             names = ("stream", "call", "preparation", "device", "reference")
             columns = ["pictures", *names, "stream / device", "stream / reference"]
             found.append(("from JPEG bytes, images a second", columns, [self._picture(one) for one in self.pictures]))
+            spent = list(self.pictures[0]["stream_share"])
+            rows = [
+                [f"{one['height']}x{one['width']}", *(f"{one['stream_share'][name]:.0%}" for name in spent)]
+                for one in self.pictures
+            ]
+            found.append(("what the stream's own thread waits for and does", ["pictures", *spent], rows))
         if self.start:
             names = ("imported", "loaded", "warmed", "first_embedding", "build_seconds", "compilations", "store_hits")
             rows = [[kind, *(_short(self.start[kind][name]) for name in names)] for kind in ("empty", "filled")]
