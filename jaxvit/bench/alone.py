@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxvit.bench.clock import timed
 from jaxvit.buckets.executable import compiler_options, own_settings
@@ -20,9 +21,9 @@ from jaxvit.layers.hopper import kernels_for
 from jaxvit.models.family import Bucket, Piece
 from jaxvit.reference.tower import tower_of
 
-REPEAT, FEW, REPEAT_TO = 8, 2, 16384
-"""Times that attention runs inside one program, up to so many patches and above: alone, that of short segments is
-shorter than issuing a call."""
+REPEATS = ((1024, 32), (4096, 16), (16384, 8))
+"""(patches, times): so often attention runs inside one program of at most so many patches, twice in larger ones. Alone,
+that of short segments is shorter than issuing a call."""
 SOME = 1024
 """Random rows, repeated."""
 PATIENCE = 0.2
@@ -53,7 +54,9 @@ class Alone:
     def __init__(self, encoder: Encoder, bucket: Bucket, loads: Sequence[Sequence[Piece]]):
         self.encoder, self.bucket, self.loads = encoder, bucket, loads
         self.device, self.tower = encoder.dispatcher.devices[0], tower_of(encoder.family)
-        self.repeat = REPEAT if bucket.patches <= REPEAT_TO else FEW
+        self.repeat = next((times for patches, times in REPEATS if bucket.patches <= patches), 2)
+        if self.device.platform == "cpu":
+            self.repeat = 1
         program = encoder.dispatcher.program(bucket, "uint8")
         kernel = dict(program.weights.matrices)[f"blocks.0.{self.tower.qkv}.kernel"]
         heads, rows = 3 * self.tower.heads, bucket.patches
@@ -80,7 +83,8 @@ class Alone:
             def repeated(projections: Any, rotation: Any, metadata: Any, longest: int | None = longest) -> Any:
                 # The compiler does not know that they are one array, else all repetitions were one. What follows from
                 # the metadata alone is computed once, as for all blocks of an encoder.
-                return [attention.attend(backend, each, rotation, metadata, scale, longest) for each in projections]
+                outs = [attention.attend(backend, each, rotation, metadata, scale, longest) for each in projections]
+                return sum(lax.optimization_barrier(out)[0, 0, 0] for out in outs)
 
             arrays = [backend.metadata(family.lengths(load)[reach], self.bucket.patches, room) for load in self.loads]
             metadata = [jax.device_put(dict(each), self.device) for each in arrays]
