@@ -1,7 +1,7 @@
 """Streams: any iterable of media -> embeddings in input order, read ahead, prepared in threads, packed across items.
 
-The caller's thread alone reads the iterable, plans and issues calls; a pool of threads prepares. What is packed with
-what depends on the items and their order, never on time, so the same stream gives the same bits.
+The caller's thread alone reads the iterable, plans and issues calls; threads prepare, and put results together. What is
+packed with what depends on the items and their order, never on time, so the same stream gives the same bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
+from weakref import WeakSet
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +41,8 @@ FULL = 0.95
 """A call this full on some axis is not held back for pieces to come."""
 THREADS = 32
 """Threads that prepare, at most."""
+JOINING, AHEAD = 4, 8
+"""Threads that put arrays together at most, and arrays that are put together before they are asked for."""
 
 SPENT: Sequence[str] = ("preparation", "issue", "device", "transfer", "finish")
 
@@ -52,7 +56,8 @@ class Entry:
         prepared: what a thread is making of the medium.
         item: what was made, None while it is not, or where that failed.
         error: why there is no array.
-        places: piece -> (output, offset, tokens) of the call that it runs in.
+        places: piece -> (output, offset, tokens) of the call that it runs in, until its rows are on the host.
+        joined: what a thread is making of the rows.
         array: [tokens, width], once the entry is handed out.
     """
 
@@ -61,11 +66,13 @@ class Entry:
     item: Item | None = None
     error: Exception | None = None
     places: dict[int, tuple[Output, int, int]] = field(default_factory=dict)
+    joined: Future[Any] | None = None
     array: np.ndarray | None = None
 
     @property
     def issued(self) -> bool:
-        return self.error is not None or (self.item is not None and len(self.places) == len(self.item.pieces))
+        done = self.error is not None or self.joined is not None
+        return done or (self.item is not None and len(self.places) == len(self.item.pieces))
 
     @property
     def patches(self) -> int:
@@ -111,6 +118,7 @@ class Stream:
         self.unprepared: deque[Entry] = deque()
         self.entries: deque[Entry] = deque()
         self.pending: list[tuple[Entry, int]] = []
+        self.fetched: WeakSet[Output] = WeakSet()
 
     @property
     def fill(self) -> float:
@@ -121,19 +129,21 @@ class Stream:
         """Entries in order, each with its array or its error."""
         threads = min(os.cpu_count() or 1, THREADS)
         pool = ThreadPoolExecutor(threads, thread_name_prefix="jaxvit-stream")
+        joining = ThreadPoolExecutor(min(threads, JOINING), thread_name_prefix="jaxvit-stream-join")
         try:
             while True:
                 self._read(pool, 2 * threads)
                 if self.unprepared and self.held < 2 * self.batch and self.earlier + self.held < 4 * self.batch:
                     self._take(self.unprepared.popleft())
                 elif self.entries and self.entries[0].issued:
-                    yield self._finish(self.entries.popleft())
+                    yield self._finish(self.entries.popleft(), joining)
                 elif self.entries:
                     self._issue(everything=self.source is None and not self.unprepared)
                 else:
                     return
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            for one in (pool, joining):
+                one.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, pool: ThreadPoolExecutor, most: int) -> None:
         """Hands media to the pool, up to ``most`` at a time. An error of the iterable takes the place of an item."""
@@ -225,26 +235,39 @@ class Stream:
         finally:
             self.seconds[name] += time.perf_counter() - start
 
-    def _finish(self, entry: Entry) -> Entry:
-        """Waits for the entry's calls and puts its rows together."""
+    def _finish(self, entry: Entry, pool: ThreadPoolExecutor) -> Entry:
+        """Waits for the entry's calls, and until its rows are put together; beside it, those of the next entries are
+        that came back with the same calls: an array is new memory, which takes a while to get."""
         if self.closed:
             self.closed, self.earlier = self.closed - 1, self.earlier - entry.patches
         else:
             self.held -= entry.patches
-        if entry.item and not entry.error:
-            try:
-                places = [entry.places[number] for number in range(len(entry.item.pieces))]
-                with self._spent("device"):
-                    check_finite(entry.index, places)
-                with self._spent("transfer"):
-                    hosts = [output.host(output.embeddings) for output, _, _ in places]
-                with self._spent("finish"):
-                    rows = [host[start : start + size] for host, (_, start, size) in zip(hosts, places, strict=True)]
-                    entry.array, _ = finished(self.encoder.family, entry.item, rows, self.dtype)
-            except NumericsError as error:
-                entry.error = error
-        entry.places = {}
+        self._join(entry, pool)
+        for other in islice(self.entries, AHEAD):
+            if other.issued and all(output in self.fetched for output, _, _ in other.places.values()):
+                self._join(other, pool)
+        if entry.joined is not None:
+            with self._spent("finish"):
+                entry.array, _ = entry.joined.result()
+            entry.joined = None
         return entry
+
+    def _join(self, entry: Entry, pool: ThreadPoolExecutor) -> None:
+        """Waits until the entry's rows are on the host, and has a thread put them together, once."""
+        if entry.item is None or entry.error is not None or entry.joined is not None:
+            return
+        try:
+            places = [entry.places[number] for number in range(len(entry.item.pieces))]
+            with self._spent("device"):
+                check_finite(entry.index, places)
+            with self._spent("transfer"):
+                hosts = [output.host(output.embeddings) for output, _, _ in places]
+            self.fetched.update(output for output, _, _ in places)
+            rows = [host[start : start + size] for host, (_, start, size) in zip(hosts, places, strict=True)]
+            entry.joined = pool.submit(finished, self.encoder.family, entry.item, rows, self.dtype)
+        except NumericsError as error:
+            entry.error = error
+        entry.places = {}
 
 
 def encode_iter(stream: Stream, on_error: str) -> Iterator[np.ndarray | Exception]:

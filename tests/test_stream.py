@@ -105,6 +105,25 @@ def test_a_stream_without_end_is_read_only_as_far_as_it_must_be_and_by_the_calle
     assert left_threads() == []
 
 
+def test_threads_put_arrays_together_a_few_ahead(monkeypatch):
+    joined: list[str] = []
+    finished = streams.finished
+
+    def watched(*args: object) -> object:
+        joined.append(threading.current_thread().name)
+        return finished(*args)
+
+    monkeypatch.setattr(streams, "finished", watched)
+    shared, most = encoder("qwen2_5_vl"), 0
+    found = shared.encode_iter(small(40))
+    for number, array in enumerate(found):
+        assert array.flags.owndata
+        most = max(most, len(joined) - number)
+    assert len(joined) == 40
+    assert all(name.startswith("jaxvit-stream-join") for name in joined)
+    assert 1 < most <= 1 + streams.AHEAD
+
+
 def test_with_a_lookahead_of_one_each_array_comes_before_the_next_item_is_read():
     source = Counted(iter(small(5)))
     for number, _ in enumerate(encoder("qwen2_5_vl").encode_iter(source, lookahead=1)):
