@@ -58,7 +58,7 @@ class Encodings(Sequence):
     def __iter__(self) -> Iterator[Any]:
         for number, output in enumerate(self._outputs):
             if number not in self._host:
-                output.embeddings.copy_to_host_async()  # while the calls behind it run
+                output.fetch_ahead()  # while the calls behind it run
         return (self[index] for index in range(len(self)))
 
     def kept(self, index: int) -> np.ndarray | None:

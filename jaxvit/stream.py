@@ -30,9 +30,10 @@ from jaxvit.models.family import Item, Piece
 LOOKAHEAD = 1024
 """Items read and not yet yielded, at most."""
 BATCH = 2
-"""Prepared pieces run once they would fill so many of the largest buckets on every device; twice as many are held."""
+"""Prepared pieces run once they would fill so many of the largest buckets that many pieces share, on every device;
+twice as many are held."""
 LARGE = 16384
-"""Patches from which a larger bucket is no quicker for its size: it is filled for pieces that need it, not by many."""
+"""Patches of such a bucket at most: a larger one is no quicker for its size, and runs for pieces that need it."""
 FIRST = 1 / 16
 """Share of that at which the first pieces run, so that the device does not wait for long; it doubles each time."""
 ENOUGH = 8
@@ -44,7 +45,7 @@ THREADS = 32
 JOINING, AHEAD = 4, 8
 """Threads that put arrays together at most, and arrays that are put together before they are asked for."""
 
-SPENT: Sequence[str] = ("preparation", "issue", "device", "transfer", "finish")
+SPENT: Sequence[str] = ("reading", "preparation", "issue", "device", "transfer", "finish")
 
 
 @dataclass(eq=False)
@@ -90,8 +91,8 @@ class Stream:
             between two cuts does not depend on what lies outside.
 
     Attributes:
-        seconds: where the caller's thread has been: waiting for preparation, planning and issuing calls, waiting for
-            the device, waiting for its results on the host, and putting arrays together.
+        seconds: where the caller's thread has been: reading the iterable, waiting for preparation, planning and issuing
+            calls, waiting for the device, for its results on the host, and until arrays are put together.
     """
 
     def __init__(
@@ -152,7 +153,8 @@ class Stream:
                 return
             entry = Entry(self.read)
             try:
-                entry.prepared = pool.submit(self._prepare, self.read, next(self.source))
+                with self._spent("reading"):
+                    entry.prepared = pool.submit(self._prepare, self.read, next(self.source))
             except StopIteration:
                 self.source = None
                 return
@@ -197,13 +199,13 @@ class Stream:
     def _run_pending(self, everything: bool) -> None:
         pieces = [entry.item.pieces[number] for entry, number in self.pending if entry.item]
         singles = [Item((piece,), (piece.grid,), piece.tokens) for piece in pieces]
-        plan = self.dispatcher.plan(singles)
+        plan = self.dispatcher.plan(singles, most=LARGE)
         late = [] if everything else self._late(plan, pieces)
         calls = tuple(call for call in plan.calls if call not in late)
         issued = {slot.item for call in calls for slot in call.slots}
         overflows = tuple(one for one in plan.overflows if one[0] in issued)
         for output in self.dispatcher.run(singles, replace(plan, calls=calls, overflows=overflows)):
-            output.embeddings.copy_to_host_async()
+            output.fetch_ahead()
             for slot in output.call.slots:
                 entry, number = self.pending[slot.item]
                 entry.places[number] = (output, slot.offset, slot.tokens)

@@ -218,7 +218,8 @@ def _backends(
                 found[place] = trial.measured
     finally:
         pool.shutdown(cancel_futures=True)
-    return [found.get(place) or Measured(_as_nearest(buckets[place], found.values())) for place in every]
+    tried = [one for one in found.values() if one.dropped is None] or list(found.values())
+    return [found.get(place) or Measured(_as_nearest(buckets[place], tried)) for place in every]
 
 
 def _as_nearest(bucket: Bucket, tried: Iterable[Measured]) -> Bucket:

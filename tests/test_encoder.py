@@ -403,3 +403,18 @@ def test_20_real_interrupts_change_no_bit_of_later_calls():
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal to a thread")
 def test_500_real_interrupts_change_no_bit_of_later_calls():
     interrupted(500)
+
+
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
+def test_every_array_has_memory_of_its_own(out_dtype: str):
+    for array in encoder("qwen2_5_vl").encode([picture(56, 56), picture(84, 56)], out_dtype=out_dtype):
+        assert array.flags.owndata
+        assert array.flags.writeable
+
+
+def test_reading_all_begins_with_what_was_read_whatever_became_of_the_rest():
+    found = encoder("qwen2_5_vl").encode([picture(56, 56), picture(84, 56)])
+    first = found[0]
+    for output in found._outputs:
+        output.embeddings.delete()
+    assert next(iter(found)) is first

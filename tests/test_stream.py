@@ -19,8 +19,9 @@ import pytest
 
 import jaxvit
 from jaxvit import stream as streams
+from jaxvit.buckets.dispatcher import Call, Output
 from jaxvit.errors import CapacityError, DeviceError, JaxvitError, MediaError, NumericsError
-from jaxvit.models.family import Item
+from jaxvit.models.family import Item, Piece
 from jaxvit.stream import Stream
 from tests.families import FAMILIES, VIDEO, checkpoint, clip, encoder, media, picture, relative
 
@@ -162,6 +163,27 @@ def test_the_first_calls_are_small_and_grow_so_that_the_device_begins_early(monk
     assert only.first == only.batch == 512, "few pieces pack badly"
     large = Stream(load("lfm2_5_vl", budgets=[64, 16384]), [], dtype="float32")
     assert large.batch == 2 * 16384, "not 2 x 65,536"
+
+
+def test_many_small_pieces_share_no_larger_bucket_than_that_and_a_large_piece_takes_one(monkeypatch):
+    monkeypatch.setattr(streams, "LARGE", 512)
+    known = load("qwen2_5_vl", budgets=[64, 128, 1024])
+    buckets: list[tuple[int, int]] = []
+    run = known.dispatcher._run
+
+    def watched(call: Call, pieces: list[Piece]) -> Output:
+        buckets.append((call.bucket.patches, len(pieces)))
+        return run(call, pieces)
+
+    monkeypatch.setattr(known.dispatcher, "_run", watched)
+    given = [picture(112, 112, number) for number in range(60)]
+    given[30] = picture(560, 560)
+    found = list(Stream(known, given, dtype="float32"))
+    assert {patches for patches, _ in buckets} <= {256, 512, 4096}
+    assert [count for patches, count in buckets if patches == 4096] == [1]
+    assert sum(count for _, count in buckets) == 60
+    for one, expected in zip(found, known.encode(given), strict=True):
+        np.testing.assert_allclose(one.array, expected, atol=1e-5)
 
 
 def test_a_cut_begins_with_small_calls_again(monkeypatch):

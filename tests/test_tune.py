@@ -275,6 +275,31 @@ def test_an_untried_bucket_takes_the_backend_of_the_nearest() -> None:
     assert found == ["dense", "dense", "dense", "xla", "xla"], "128 tokens are as far from both"
 
 
+def test_nothing_is_taken_from_a_bucket_where_no_backend_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = encoder("lfm2_5_vl")
+    buckets = from_budgets(known.family, range(64, 64 * 10, 64), platform="cpu").buckets
+    tried: list[int] = []
+
+    def choose(trial: tune._Trial, lost: dict[str, int]) -> None:
+        one = trial.measured
+        tried.append(one.bucket.tokens)
+        if one.bucket.tokens == 320:
+            one.dropped = "no attention backend ran"
+        else:
+            one.bucket = replace(one.bucket, attention="xla" if one.bucket.tokens > 320 else "dense")
+
+    def trial(encoder: jaxvit.Encoder, bucket: Bucket, pool: ThreadPoolExecutor, lost: dict[str, int]) -> tune._Trial:
+        return tune._Trial(tune.Measured(bucket), Alone.__new__(Alone), {}, ())
+
+    monkeypatch.setattr(tune, "_trial", trial)
+    monkeypatch.setattr(tune, "_choose", choose)
+    found = tune._backends(known, buckets, lambda: len(tried) >= 3, lambda _: None)
+    assert tried == [64, 320, 576]
+    wanted = ["dense", "dense", "dense", "xla", "auto", "xla", "xla", "xla", "xla"]
+    assert [one.bucket.attention for one in found] == wanted
+    assert found[4].dropped
+
+
 def test_attention_alone_has_the_head_dim_of_a_projection_cut_by_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     known = encoder("kimi_k25")
     bucket = known.ladder.buckets[0]

@@ -82,9 +82,13 @@ class Alone:
 
             def repeated(projections: Any, rotation: Any, metadata: Any, longest: int | None = longest) -> Any:
                 # The compiler does not know that they are one array, else all repetitions were one. What follows from
-                # the metadata alone is computed once, as for all blocks of an encoder.
-                outs = [attention.attend(backend, each, rotation, metadata, scale, longest) for each in projections]
-                return sum(lax.optimization_barrier(out)[0, 0, 0] for out in outs)
+                # the metadata alone is computed once, as for all blocks of an encoder. One behind the other.
+                total, out = 0.0, metadata
+                for each in projections:
+                    each, _ = lax.optimization_barrier((each, out))
+                    out = attention.attend(backend, each, rotation, metadata, scale, longest)
+                    total += lax.optimization_barrier(out)[0, 0, 0]
+                return total
 
             arrays = [backend.metadata(family.lengths(load)[reach], self.bucket.patches, room) for load in self.loads]
             metadata = [jax.device_put(dict(each), self.device) for each in arrays]

@@ -14,7 +14,7 @@ from PIL import Image
 
 from jaxvit.bench.loads import jpegs
 from jaxvit.bench.subject import Subject
-from jaxvit.stream import Stream
+from jaxvit.stream import LARGE, Stream
 
 ROUNDS = 3
 """Passes over the pictures; the quickest counts."""
@@ -43,8 +43,9 @@ def pictures(subject: Subject, height: int, width: int, count: int, reference: b
 
     def stream() -> None:
         one, start = Stream(encoder, files, dtype="float32"), time.perf_counter()
-        for _ in one:
-            pass
+        for entry in one:
+            if entry.error is not None:
+                raise entry.error
         streams.append((time.perf_counter() - start, one.seconds))
 
     result = {
@@ -83,7 +84,7 @@ def _device(subject: Subject, items: list[Any]) -> float:
     """Seconds of the plan's calls on the first device, issued one behind the other, all inputs in place."""
     dispatcher = subject.encoder.dispatcher
     calls = []
-    for call in dispatcher.plan(items).calls:
+    for call in dispatcher.plan(items, most=LARGE).calls:
         executable = dispatcher.executable(call.bucket, call.pixels)
         pieces = [items[slot.item].pieces[slot.piece] for slot in call.slots]
         calls.append((executable, executable.place(executable.program.fill(pieces))))

@@ -96,6 +96,13 @@ class Output:
     finite: jax.Array
     device: jax.Device
 
+    def fetch_ahead(self) -> None:
+        """Begins to bring the embeddings to the host. What goes wrong shows when they are asked for."""
+        try:
+            self.embeddings.copy_to_host_async()
+        except Exception:
+            log.debug("embeddings are not fetched ahead", exc_info=True)
+
     def host(self, array: jax.Array) -> np.ndarray:
         """One of the two arrays on the host. An error of the device shows here, when it ran asynchronously."""
         with naming(self.device):
@@ -158,9 +165,11 @@ class Dispatcher:
         self._ready: dict[Key, Executable] = {}
         self._exact: OrderedDict[Any, Executable] = OrderedDict()
 
-    def plan(self, items: Sequence[Item]) -> Plan:
+    def plan(self, items: Sequence[Item], most: int | None = None) -> Plan:
         """Packs the items' pieces into buckets, each device with its own plan.
 
+        Args:
+            most: pieces that fit a bucket of so many patches are packed into none that is larger.
         Raises:
             CapacityError: a piece fits no bucket and ``on_overflow`` is "error".
         """
@@ -170,19 +179,22 @@ class Dispatcher:
         too_large = [job for job, fits in zip(jobs, held, strict=True) if not fits]
         if too_large and self.on_overflow == "error":
             raise self._too_large(*too_large[0])
+        small = None if most is None else self.ladder.up_to(most)
         queues: list[list[Call]] = []
         shares = spread(demands, self.ladder, len(self.devices))
         for device, share in enumerate(shares):
             calls: list[Call] = []
-            groups: dict[str, list[int]] = defaultdict(list)
+            groups: dict[tuple[str, bool], list[int]] = defaultdict(list)
             for index in share:
                 if held[index]:
-                    groups[jobs[index][2].patches.dtype.str].append(index)
+                    fits_small = small is not None and small.holds(demands[index])
+                    groups[jobs[index][2].patches.dtype.str, fits_small].append(index)
                 else:
                     calls.append(self._call(overflow_bucket(self.ladder, demands[index]), [jobs[index]], device))
-            for _, group in sorted(groups.items()):  # one executable takes pixels of one dtype
-                for packed in planner.plan([demands[index] for index in group], self.ladder):
-                    bucket = self.ladder.buckets[packed.bucket]
+            for (_, fits_small), group in sorted(groups.items()):  # one executable takes pixels of one dtype
+                ladder = small if small is not None and fits_small else self.ladder
+                for packed in planner.plan([demands[index] for index in group], ladder):
+                    bucket = ladder.buckets[packed.bucket]
                     calls.append(self._call(bucket, [jobs[group[index]] for index in packed.pieces], device))
             queues.append(calls)
         return Plan(tuple(interleave(queues)), tuple(job[:2] for job in too_large))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,11 @@ class Ladder:
     def holds(self, demand: Demand) -> bool:
         """Whether a piece of that demand fits a bucket."""
         return any(bucket.holds(demand) for bucket in reversed(self.buckets))
+
+    def up_to(self, patches: int) -> Ladder | None:
+        """The buckets of at most so many patches, None if there are none."""
+        kept = tuple(bucket for bucket in self.buckets if bucket.patches <= patches)
+        return replace(self, buckets=kept) if kept else None
 
     def constant(self, bucket: Bucket) -> float:
         """Milliseconds of a call of the bucket without attention: measured, else modelled."""

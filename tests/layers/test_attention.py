@@ -17,6 +17,7 @@ import pytest
 from jaxvit.errors import LadderError
 from jaxvit.layers import attention
 from jaxvit.layers.attention import BACKENDS, TILE, choose, key_ranges
+from jaxvit.layers.attention.mosaic import LONG_FROM
 from jaxvit.layers.rope import rotate
 
 HEADS = 4
@@ -98,6 +99,20 @@ def test_nothing_of_a_segment_or_of_the_padding_reaches_another(name: str, dtype
             mixed.append(changed)
         assert np.array_equal(attend(name, mixed, lengths)[part], before[part])
         start += length
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 80])
+def test_with_sums_by_halves_a_segment_gets_the_bits_that_it_has_beside_others(dim: int):
+    lengths = [100, 3333, 64, 1, 2000, 576]
+    qkv, others = inputs(LONG_FROM, dim, "bfloat16"), inputs(LONG_FROM, dim, "bfloat16", seed=1)
+    before, truth = attend("mosaic", qkv, lengths), expected(qkv, lengths)
+    assert np.linalg.norm(before[: sum(lengths)] - truth) / np.linalg.norm(truth) <= BOUND["bfloat16"]
+    assert np.isfinite(before).all()
+    part = slice(100, 3433)
+    for array, other in zip(qkv, others, strict=True):
+        array[: part.start], array[part.stop :] = other[: part.start], other[part.stop :]
+    assert np.array_equal(attend("mosaic", qkv, lengths)[part], before[part])
 
 
 @pytest.mark.gpu
