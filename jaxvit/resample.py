@@ -26,8 +26,9 @@ BLOCK = 32
 WINDOW = 64
 """Inputs under the outputs of a band, about."""
 
-CHUNK = 32
-"""Rows that are resized together: their float copies stay in the processor's cache."""
+CHUNK = 128
+"""Rows that are resized together. Threads that resize side by side hand Python's lock to one another at every step, so
+few large steps are quicker than many whose floats stay in the processor's nearest cache."""
 
 PRODUCT = 1 << 18
 """Multiplications of one product at most. OpenBLAS wakes its threads beyond it, which costs more than it brings, and
@@ -121,57 +122,76 @@ def resize(
     """
     n_rows, n_columns, channels = picture.shape
     planes = picture.transpose(2, 0, 1)
-    across = axis_table(n_columns, width, kernel) if width != n_columns else None
+    across = None
+    if width != n_columns:
+        across = Across(axis_table(n_columns, width, kernel), channels * min(n_rows, CHUNK), n_columns)
     out = np.empty((channels, height, width), np.uint8)
     if height != n_rows:
         resize_down(planes, across, axis_table(n_rows, height, kernel), out)
     elif across is not None:
         for start in range(0, n_rows, CHUNK):
-            out[:, start : start + CHUNK] = centred_rows(planes[:, start : start + CHUNK], across) + 128
+            out[:, start : start + CHUNK] = across.centred(planes[:, start : start + CHUNK]) + 128
     else:
         out[...] = planes
     return out
 
 
-def resize_down(planes: np.ndarray, across: Axis | None, down: Axis, out: np.ndarray) -> None:
+def resize_down(planes: np.ndarray, across: Across | None, down: Axis, out: np.ndarray) -> None:
     """Both passes, a band of rows of ``out`` at a time."""
+    channels, _, width = out.shape
     deepest = max(band.high - band.low for band in down.bands)
-    rows = np.empty((len(out), deepest, out.shape[2]), down.dtype)
-    sums = np.empty((BLOCK, out.shape[2]), down.dtype)
+    parts, step = split(width, max(band.weights.size for band in down.bands))
+    rows = np.empty((channels, deepest + CHUNK, parts, step), down.dtype)
+    rows[:, :, -1] = 0  # the last columns may be none of the picture's
+    sums = np.empty((channels, BLOCK, parts, step), down.dtype)
+    whole_rows, whole_sums = (each.reshape(channels, -1, parts * step)[..., :width] for each in (rows, sums))
     bias = (down.bias + 128)[:, None]
-    have_low = have_high = 0
+    first = have = 0  # of the picture's rows, those in ``rows``
     for band in down.bands:
-        kept = max(have_high - band.low, 0)
-        if kept:
-            # Consecutive bands overlap: these rows are resized already.
-            rows[:, :kept] = rows[:, band.low - have_low : have_high - have_low].copy()
-        for start in range(band.low + kept, band.high, CHUNK):
-            stop = min(start + CHUNK, band.high)
-            rows[:, start - band.low : stop - band.low] = centred_rows(planes[:, start:stop], across)
-        have_low, have_high = band.low, band.high
-        part = sums[: band.stop - band.start]
-        step = max(PRODUCT // band.weights.size, 1)
-        for channel, plane in enumerate(out):
-            for left in range(0, out.shape[2], step):
-                columns = slice(left, left + step)
-                np.matmul(band.weights, rows[channel, : band.high - band.low, columns], out=part[:, columns])
-            part += bias[band.start : band.stop]
-            plane[band.start : band.stop] = np.clip(part, 0, 255, out=part)  # the cast cuts the fraction
+        if have < band.high:
+            kept = max(have - band.low, 0)
+            if kept:
+                rows[:, :kept] = rows[:, band.low - first : have - first].copy()
+            first, have = band.low, band.low + kept
+        while have < band.high:
+            chunk = planes[:, have : have + CHUNK]
+            made = whole_rows[:, have - first : have - first + chunk.shape[1]]
+            if across is None:
+                np.subtract(chunk, 128, out=made, dtype=down.dtype)
+            else:
+                made[...] = across.centred(chunk)
+            have += chunk.shape[1]
+        count = band.stop - band.start
+        wanted = rows[:, band.low - first : band.high - first].swapaxes(1, 2)
+        np.matmul(band.weights, wanted, out=sums[:, :count].swapaxes(1, 2))
+        part = whole_sums[:, :count]
+        part += bias[band.start : band.stop]
+        out[:, band.start : band.stop] = np.clip(part, 0, 255, out=part)  # the cast cuts the fraction
 
 
-def centred_rows(rows: UInt8[np.ndarray, "channels rows columns"], axis: Axis | None) -> np.ndarray:
-    """Rows resized horizontally: whole floats [channels, rows, n_out], pixels less 128."""
-    chunk = rows.astype(np.float32 if axis is None else axis.dtype, order="C")
-    chunk -= 128
-    if axis is None:
-        return chunk
-    flat = chunk.reshape(-1, rows.shape[2])
-    sums = np.empty((len(flat), len(axis.bias)), axis.dtype)
-    for band in axis.bands:
-        step = max(PRODUCT // band.weights.size, 1)
-        for top in range(0, len(flat), step):
-            part = flat[top : top + step, band.low : band.high]
-            np.matmul(part, band.weights.T, out=sums[top : top + step, band.start : band.stop])
-    sums += axis.bias
-    np.clip(sums, -128, 127, out=sums)
-    return np.floor(sums, out=sums).reshape(*rows.shape[:2], -1)
+class Across:
+    """The horizontal pass of at most so many rows at a time, always in the same memory."""
+
+    def __init__(self, axis: Axis, rows: int, columns: int):
+        self.axis = axis
+        parts, step = split(rows, max(band.weights.size for band in axis.bands))
+        self.flat = np.zeros((parts, step, columns), axis.dtype)
+        self.sums = np.empty((parts, step, len(axis.bias)), axis.dtype)
+
+    def centred(self, rows: UInt8[np.ndarray, "channels rows columns"]) -> np.ndarray:
+        """Whole floats [channels, rows, n_out], pixels less 128, until the next call."""
+        count = rows.shape[0] * rows.shape[1]
+        flat, sums = (each.reshape(-1, each.shape[2])[:count] for each in (self.flat, self.sums))
+        np.subtract(rows, 128, out=flat.reshape(rows.shape), dtype=flat.dtype)
+        for band in self.axis.bands:
+            window = self.flat[:, :, band.low : band.high]
+            np.matmul(window, band.weights.T, out=self.sums[:, :, band.start : band.stop])
+        sums += self.axis.bias
+        np.clip(sums, -128, 127, out=sums)
+        return np.floor(sums, out=sums).reshape(*rows.shape[:2], -1)
+
+
+def split(length: int, size: int) -> tuple[int, int]:
+    """(parts, length of each) of rows or columns that are multiplied with matrices of so many elements."""
+    parts = -(-length * size // PRODUCT)
+    return parts, -(-length // parts)
