@@ -33,6 +33,9 @@ from jaxvit.weights.load import dtype_of, load_parameters
 
 log = logging.getLogger("jaxvit")
 
+THREADS = 8
+"""That decode and resize, at most: more of them wait for Python's lock, and each picture takes longer to be there."""
+
 
 def load(
     model: str | os.PathLike[str],
@@ -161,7 +164,7 @@ class Encoder:
     def _threads(self) -> ThreadPoolExecutor:
         with self._pool_lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="jaxvit-prepare")
+                self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, THREADS), "jaxvit-prepare")
             return self._pool
 
     def items(self, inputs: Mapping[str, Any], *, pieces_per_item: Sequence[int] | None = None) -> list[Item]:

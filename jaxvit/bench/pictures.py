@@ -14,6 +14,7 @@ from PIL import Image
 
 from jaxvit.bench.loads import jpegs
 from jaxvit.bench.subject import Subject
+from jaxvit.encoder import THREADS
 from jaxvit.stream import LARGE, Stream
 
 ROUNDS = 3
@@ -54,7 +55,7 @@ def pictures(subject: Subject, height: int, width: int, count: int, reference: b
         "count": count,
         "tokens": items[0].tokens,
         "patches": items[0].num_patches,
-        "threads": os.cpu_count(),
+        "threads": min(os.cpu_count() or 1, THREADS),
         "stream": count / _quickest(stream),
         "call": count / _quickest(lambda: list(encoder.encode(files))),
         "preparation": count / _quickest(lambda: encoder.prepare(files)),

@@ -31,7 +31,7 @@ TOWERS = {
     "lfm": ("LiquidAI/LFM2.5-VL-450M", "1x256,1x1024,16x1024"),
     "lfm-1.6b": ("LiquidAI/LFM2.5-VL-1.6B", "1x256,1x1024,16x1024"),
 }
-PICTURES = [(448, 448, 512), (1080, 1920, 48)]
+PICTURES = [(448, 448, 512), (1080, 1920, 96)]
 BARS = {
     # (tower, load): (most of the best torch, in which figure; least share of the floor)
     ("kimi", "1x256"): (0.85, "one_call", None),
