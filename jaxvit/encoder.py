@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -22,19 +23,18 @@ from jaxvit.buckets.dispatcher import Dispatcher, Plan
 from jaxvit.buckets.executable import compile_program, module_of, weights_of
 from jaxvit.buckets.store import Store
 from jaxvit.encodings import Encodings, OnError
-from jaxvit.errors import CapacityError, DependencyError, JaxvitError, MediaError, OptionError
+from jaxvit.errors import CapacityError, JaxvitError, MediaError, OptionError
 from jaxvit.layers import attention as _attention
 from jaxvit.layers.fuse import parameter_shapes
 from jaxvit.models import family_of
 from jaxvit.models.family import Family, Item
+from jaxvit.preparation import THREADS, prepared
+from jaxvit.stream import Stream, encode_iter
 from jaxvit.weights import hub
 from jaxvit.weights.files import read_config_files
 from jaxvit.weights.load import dtype_of, load_parameters
 
 log = logging.getLogger("jaxvit")
-
-THREADS = 8
-"""That decode and resize, at most: more of them wait for Python's lock, and each picture takes longer to be there."""
 
 
 def load(
@@ -138,28 +138,14 @@ class Encoder:
         checks.choice("on_error", on_error, ("raise", "return"))
         sequence = _media.as_sequence(media)
         if len(sequence) > 1 and (os.cpu_count() or 1) > 1:
-            results = list(self._threads().map(self._prepare_one, range(len(sequence)), sequence))
+            results = list(self._threads().map(partial(prepared, self.family), range(len(sequence)), sequence))
         else:
-            results = [self._prepare_one(index, medium) for index, medium in enumerate(sequence)]
+            results = [prepared(self.family, index, medium) for index, medium in enumerate(sequence)]
         errors = {index: result for index, result in enumerate(results) if isinstance(result, Exception)}
         if errors and on_error == "raise":
             others = [error for error in errors.values() if not isinstance(error, MediaError)]
             raise others[0] if others else MediaError.collect(errors)
         return results
-
-    def _prepare_one(self, index: int, medium: Any) -> Item | JaxvitError:
-        try:
-            decoded = _media.decode(medium, index, self.family)
-            if isinstance(decoded, Item):
-                _check_item(decoded, self.family)
-                return decoded
-            if isinstance(decoded, _media.Video):
-                return self.family.prepare_video(decoded.frames, decoded.fps, decoded.timestamps, decoded.prune)
-            return self.family.prepare(decoded)
-        except MediaError as error:
-            return error.at(index)
-        except DependencyError as error:
-            return DependencyError(f"item {index}: {error}")
 
     def _threads(self) -> ThreadPoolExecutor:
         with self._pool_lock:
@@ -247,8 +233,6 @@ class Encoder:
         Yields:
             One array [tokens, hidden] an item, in order.
         """
-        from jaxvit.stream import Stream, encode_iter
-
         checks.choice("on_error", on_error, ("raise", "return"))
         if isinstance(lookahead, bool) or not isinstance(lookahead, int) or lookahead < 1:
             raise OptionError(f"lookahead is {lookahead!r}; give a number of items, at least 1")
@@ -276,26 +260,6 @@ class Encoder:
     def stats(self) -> dict[str, Any]:
         """Counters since loading: per bucket calls, pieces, fill, milliseconds; overflows; compilations; store hits."""
         return self.dispatcher.stats()
-
-
-def _check_item(item: Item, family: Family) -> None:
-    """Refuses an item of another family, whose patches stand in another order, and a damaged one."""
-    if not item.pieces:
-        raise MediaError("an Item without pieces: leave it out")
-    for piece in item.pieces:
-        fits = (
-            piece.patches.ndim == 2
-            and piece.patches.dtype in (np.uint8, np.float32)
-            and len(piece.patches) == piece.rows > 0
-            and piece.patches.shape[1] % len(family.channels) == 0
-            and not (piece.grid[1] % family.merge or piece.grid[2] % family.merge)
-            and (piece.windows > 0) == ("window" in family.segment_sets)
-        )
-        if not fits:
-            raise MediaError(
-                f"an Item with a piece of {piece.patches.dtype} {list(piece.patches.shape)} for the grid {piece.grid} "
-                f"is none of {family.name}: prepare it with this encoder"
-            )
 
 
 def _devices(devices: str | Sequence[jax.Device] | None) -> list[jax.Device]:

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import jax.numpy as jnp
@@ -22,10 +22,13 @@ import numpy as np
 
 from jaxvit import media as _media
 from jaxvit.buckets.dispatcher import Call, Output, Plan
-from jaxvit.encoder import THREADS, Encoder
 from jaxvit.encodings import check_finite, finished
 from jaxvit.errors import JaxvitError, NumericsError
 from jaxvit.models.family import Item, Piece
+from jaxvit.preparation import THREADS, prepared
+
+if TYPE_CHECKING:
+    from jaxvit.encoder import Encoder
 
 LOOKAHEAD = 1024
 """Items read and not yet yielded, at most."""
@@ -163,7 +166,7 @@ class Stream:
 
     def _prepare(self, index: int, medium: Any) -> Item | Exception:
         try:
-            found = self.encoder._prepare_one(index, medium)
+            found = prepared(self.encoder.family, index, medium)
         except Exception as error:
             return error
         return found if isinstance(found, Exception) else self.dispatcher.refusal(index, found) or found

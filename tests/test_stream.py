@@ -224,13 +224,13 @@ def test_the_same_stream_gives_the_same_bits_however_long_each_item_takes(monkey
     shared = encoder("qwen2_5_vl")
     given = [mixed("qwen2_5_vl", number) for number in range(60)]
     expected = list(shared.encode_iter(given, on_error="return", lookahead=20))
-    prepare = type(shared)._prepare_one
+    prepare = streams.prepared
 
-    def slow(self, index, medium):
+    def slow(family, index, medium):
         time.sleep(random.uniform(0, 0.02))
-        return prepare(self, index, medium)
+        return prepare(family, index, medium)
 
-    monkeypatch.setattr(type(shared), "_prepare_one", slow)
+    monkeypatch.setattr(streams, "prepared", slow)
     for threads in (1, 5):
         monkeypatch.setattr(streams, "THREADS", threads)
         found = shared.encode_iter(iter(given), on_error="return", lookahead=20)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from jaxvit.bench.loads import jpegs
 from jaxvit.bench.subject import Subject
-from jaxvit.encoder import THREADS
+from jaxvit.preparation import THREADS
 from jaxvit.stream import LARGE, Stream
 
 ROUNDS = 3
