@@ -154,6 +154,13 @@ def tune(
     def told(text: str) -> None:
         note(f"{time.monotonic() - begun:.0f} s: {text}")
 
+    absent = {
+        name: reason
+        for name, backend in attention.BACKENDS.items()
+        if (reason := backend.why_not(device.platform, encoder.dtype)) is not None
+    }
+    for name, reason in absent.items():
+        told(f"attention {name} is left out: {reason}")
     measured = _backends(encoder, list(candidates), lambda: late(0.5), told)
     _build(encoder, measured, told)
     for one in reversed(measured):
@@ -173,10 +180,12 @@ def tune(
         raise CapacityError(f"no bucket of {candidates.source} runs on {device.device_kind}: {measured[0].dropped}")
     sizes = {name: getattr(family.config, name) for name in SIZES if hasattr(family.config, name)}
     facts = environment(device)
-    packages = ("jaxvit", "jax", "jaxlib", "tokamax", *(name for name in facts["packages"] if "cudnn" in name))
+    used = [name for name in attention.BACKENDS if name not in absent]
+    libraries = [each for each in facts["packages"] if any(name in each for name in used)]
+    packages = ("jaxvit", "jax", "jaxlib", *libraries)
     record = {name: facts["packages"][name] for name in packages if name in facts["packages"]}
     record |= {"driver": facts["driver"]} if facts["driver"] else {}
-    record |= {"dtype": encoder.dtype, "candidates": candidates.source}
+    record |= {"dtype": encoder.dtype, "candidates": candidates.source, "left_out": absent}
     record |= columns_of(encoder, [(one.bucket, one.points) for one in kept], floor=not late(1.0))
     match = {"family": family.name, "device": device.device_kind, "sizes": sizes}
     return Tuned(_ladder.Ladder(tuple(one.bucket for one in kept), "tuned", candidates.rule), measured, match, record)
@@ -366,12 +375,13 @@ def fitted(bucket: Bucket, points: Sequence[tuple[float, float]]) -> Bucket:
 
 
 def drop_equals(measured: Sequence[Measured]) -> None:
-    """Marks buckets whose fullest call costs no less than on a larger bucket that is kept."""
+    """Marks buckets that cost no less than a larger bucket that is kept, full of few large pieces and of many small."""
     kept: list[Measured] = []
     for one in reversed([one for one in measured if one.dropped is None]):
-        squares = max(point[0] for point in one.points)
+        loads = [one.points[place][0] for place in (0, -1)]
         for larger in kept:
-            if larger.bucket.holds(one.bucket.capacity) and larger.cost(squares) <= (1 + SAME) * one.cost(squares):
+            dear = any(larger.cost(squares) > (1 + SAME) * one.cost(squares) for squares in loads)
+            if larger.bucket.holds(one.bucket.capacity) and not dear:
                 one.dropped = f"costs as much as {larger.bucket.tokens} tokens"
                 break
         else:

@@ -40,6 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
             f"JAXVIT_FULL=1 promises the PyTorch reference, but {', '.join(missing)} cannot be imported: "
             "pip install -e '.[compare]' -c constraints.txt"
         )
+    chosen = config.getoption("markexpr")
+    if "gpu" in chosen and "not gpu" not in chosen and jax.default_backend() == "cpu":
+        raise pytest.UsageError(f"-m {chosen!r} asks for tests that need an accelerator: set JAX_PLATFORMS=cuda")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

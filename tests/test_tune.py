@@ -68,6 +68,15 @@ def test_a_bucket_stays_whose_attention_is_cheaper_or_whose_capacities_are_large
     assert [one.dropped for one in found] == [None, None]
 
 
+def test_a_bucket_stays_that_is_cheaper_full_of_many_small_pieces() -> None:
+    found = [measured(864, 6.2, 3.4e-7), measured(1024, 6.8, 2.7e-7)]
+    most = found[0].points[0][0]
+    assert found[1].cost(most) <= found[0].cost(most)
+    found[0].points.append((most / 16, found[0].cost(most / 16)))
+    tune.drop_equals(found)
+    assert [one.dropped for one in found] == [None, None]
+
+
 def test_a_chain_of_nearly_equal_buckets_is_not_dropped_as_a_whole() -> None:
     found = [measured(64 * step, 1.0 * 1.015**step, 0.0) for step in range(1, 9)]
     tune.drop_equals(found)
@@ -94,6 +103,10 @@ def test_the_fastest_backend_is_taken_for_each_bucket(tuned: tuple[jaxvit.Encode
         assert len(one.points) >= 2
         assert [squares for squares, _ in one.points] == sorted((s for s, _ in one.points), reverse=True)
         assert "cudnn" not in times  # no such device here
+    absent = found.record["left_out"]
+    assert {"cudnn", "tokamax", "mosaic"} <= set(absent)
+    assert absent["mosaic"] == "needs an NVIDIA GPU"
+    assert not any(name in key for name in absent for key in found.record), "no version of what was not tried"
 
 
 def test_the_ladder_is_written_found_again_and_planned_with(
@@ -129,6 +142,7 @@ def test_what_a_bucket_took_is_recorded_and_makes_the_guides_table(
     path = tmp_path / "buckets" / "chip" / "tower.toml"
     found.write(path)
     record = tomllib.loads(path.read_text())["record"]
+    assert record["left_out"] == found.record["left_out"]
     kept = [one for one in found.measured if one.dropped is None]
     assert record["few_large_ms"] == [round(one.points[0][1], 4) for one in kept]
     assert record["many_small_ms"] == [round(one.points[-1][1], 4) for one in kept]
