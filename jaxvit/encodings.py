@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from typing import Any, Literal
 
 import jax
@@ -16,6 +18,9 @@ from jaxvit.models.family import Family, Item
 
 OnError = Literal["raise", "return"]
 
+AHEAD = 8
+"""Arrays that are put together before they are asked for, where all are read: new memory for one takes a while."""
+
 
 class Encodings(Sequence):
     """One array [tokens, hidden] an item, copied from the device when first read.
@@ -24,6 +29,9 @@ class Encodings(Sequence):
 
     Attributes:
         plan: the plan that ran, None for ``bucketed=False``. It counts the items that ran, bad ones left out.
+
+    Args:
+        threads: gives those that put arrays together while all are read, None where one thread is as good.
     """
 
     def __init__(
@@ -35,12 +43,13 @@ class Encodings(Sequence):
         plan: Plan | None,
         dtype: str,
         on_error: OnError = "raise",
+        threads: Callable[[], Executor] | None = None,
     ):
         self._family, self._results, self.plan, self._on_error = family, list(results), plan, on_error
         self._outputs, self._dtype = list(outputs), np.dtype(jnp.dtype(dtype))
         self._host: dict[int, np.ndarray] = {}
         self._arrays: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
-        self._lock = threading.Lock()
+        self._fetching, self._threads = threading.Lock(), threads
         self._places: dict[int, dict[int, tuple[int, int, int]]] = {}
         for number, output in enumerate(self._outputs):
             for slot in output.call.slots:
@@ -59,7 +68,17 @@ class Encodings(Sequence):
         for number, output in enumerate(self._outputs):
             if number not in self._host:
                 output.fetch_ahead()  # while the calls behind it run
-        return (self[index] for index in range(len(self)))
+        if self._threads is None or len(self) < 2:
+            return (self[index] for index in range(len(self)))
+        return self._read_ahead(self._threads())
+
+    def _read_ahead(self, pool: Executor) -> Iterator[Any]:
+        waiting: deque[Future[Any]] = deque()
+        for index in range(len(self) + AHEAD):
+            if index < len(self):
+                waiting.append(pool.submit(self.__getitem__, index))
+            if index >= AHEAD:
+                yield waiting.popleft().result()
 
     def kept(self, index: int) -> np.ndarray | None:
         """Positions that video pruning kept, int64, None for an item that was not pruned."""
@@ -83,14 +102,14 @@ class Encodings(Sequence):
     def _item(self, index: int) -> Exception | tuple[np.ndarray, np.ndarray | None]:
         if isinstance(self._results[index], Exception):
             return self._results[index]
-        with self._lock:
-            if index not in self._arrays:
-                places = self._checked(index)
-                if isinstance(places, Exception):
-                    return places
-                rows = [self._fetch(number)[offset : offset + tokens] for number, offset, tokens in places]
-                self._arrays[index] = finished(self._family, self._results[index], rows, self._dtype)
-            return self._arrays[index]
+        if index not in self._arrays:
+            places = self._checked(index)
+            if isinstance(places, Exception):
+                return places
+            rows = [self._fetch(number)[offset : offset + tokens] for number, offset, tokens in places]
+            made = finished(self._family, self._results[index], rows, self._dtype)
+            return self._arrays.setdefault(index, made)  # the same array, however many threads ask
+        return self._arrays[index]
 
     def _checked(self, index: int) -> NumericsError | list[tuple[int, int, int]]:
         """The item's (output, offset, tokens), piece by piece, once they are known to be finite."""
@@ -105,8 +124,10 @@ class Encodings(Sequence):
 
     def _fetch(self, number: int) -> np.ndarray:
         if number not in self._host:
-            output = self._outputs[number]
-            self._host[number] = output.host(output.embeddings)
+            with self._fetching:
+                if number not in self._host:
+                    output = self._outputs[number]
+                    self._host[number] = output.host(output.embeddings)
         return self._host[number]
 
 

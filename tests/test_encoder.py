@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 import jaxvit
 from jaxvit import encoder as encoders
+from jaxvit import encodings
 from jaxvit.buckets.dispatcher import Output
 from jaxvit.buckets.executable import Executable, Program
 from jaxvit.errors import CapacityError, DependencyError, MediaError, NumericsError
@@ -410,6 +412,32 @@ def test_every_array_has_memory_of_its_own(out_dtype: str):
     for array in encoder("qwen2_5_vl").encode([picture(56, 56), picture(84, 56)], out_dtype=out_dtype):
         assert array.flags.owndata
         assert array.flags.writeable
+
+
+def test_reading_all_hands_out_arrays_in_order_until_one_cannot_be_read_and_may_be_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    shared, call = encoder("qwen2_5_vl"), [picture(56, 56 + 28 * (number % 3), number) for number in range(30)]
+    expected = [shared.encode(one)[0] for one in call]
+    assert not same_bits(expected[:3], expected[3:6])
+    found = shared.encode(call)
+    some = list(islice(found, 3))
+    assert same_bits(some, expected[:3])
+    assert all(again is one for again, one in zip(found, some, strict=False))
+    assert same_bits(found, expected)
+    finish = encodings.finished
+
+    def broken(family: Any, item: Any, *rest: Any) -> Any:
+        if item is items[20]:
+            raise ValueError("no memory")
+        return finish(family, item, *rest)
+
+    monkeypatch.setattr(encodings, "finished", broken)
+    items = shared.prepare(call)
+    rows, read = iter(shared.encode(items)), []
+    with pytest.raises(ValueError, match="no memory"):
+        read.extend(rows)
+    assert same_bits(read, expected[:20])
 
 
 def test_reading_all_begins_with_what_was_read_whatever_became_of_the_rest():
