@@ -150,7 +150,7 @@ class Encoder:
     def _threads(self) -> ThreadPoolExecutor:
         with self._pool_lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, THREADS), "jaxvit")
+                self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, THREADS), "jaxvit-prepare")
             return self._pool
 
     def items(self, inputs: Mapping[str, Any], *, pieces_per_item: Sequence[int] | None = None) -> list[Item]:
@@ -200,8 +200,7 @@ class Encoder:
         order, items = list(good), list(good.values())
         plan = self.dispatcher.plan(items) if bucketed else None
         outputs = self.dispatcher.run(items, plan) if plan is not None else self.dispatcher.run_exact(items)
-        threads = self._threads if (os.cpu_count() or 1) > 1 else None
-        return Encodings(self.family, results, order, outputs, plan, dtype, on_error, threads)
+        return Encodings(self.family, results, order, outputs, plan, dtype, on_error)
 
     def _refused(self, index: int, result: Any) -> CapacityError | None:
         return self.dispatcher.refusal(index, result) if isinstance(result, Item) else None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, Literal
 
 import jax
@@ -18,8 +19,10 @@ from jaxvit.models.family import Family, Item
 
 OnError = Literal["raise", "return"]
 
-AHEAD = 8
-"""Arrays that are put together before they are asked for, where all are read: new memory for one takes a while."""
+LEAST = 2**24
+"""Bytes of all arrays from which on threads put them together while all are read: new memory takes a while to get."""
+JOINING, AHEAD = 4, 8
+"""Such threads at most, and arrays that are put together before they are asked for."""
 
 
 class Encodings(Sequence):
@@ -29,9 +32,6 @@ class Encodings(Sequence):
 
     Attributes:
         plan: the plan that ran, None for ``bucketed=False``. It counts the items that ran, bad ones left out.
-
-    Args:
-        threads: gives those that put arrays together while all are read, None where one thread is as good.
     """
 
     def __init__(
@@ -43,13 +43,12 @@ class Encodings(Sequence):
         plan: Plan | None,
         dtype: str,
         on_error: OnError = "raise",
-        threads: Callable[[], Executor] | None = None,
     ):
         self._family, self._results, self.plan, self._on_error = family, list(results), plan, on_error
         self._outputs, self._dtype = list(outputs), np.dtype(jnp.dtype(dtype))
         self._host: dict[int, np.ndarray] = {}
         self._arrays: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
-        self._fetching, self._threads = threading.Lock(), threads
+        self._fetching = threading.Lock()
         self._places: dict[int, dict[int, tuple[int, int, int]]] = {}
         for number, output in enumerate(self._outputs):
             for slot in output.call.slots:
@@ -68,17 +67,33 @@ class Encodings(Sequence):
         for number, output in enumerate(self._outputs):
             if number not in self._host:
                 output.fetch_ahead()  # while the calls behind it run
-        if self._threads is None or len(self) < 2:
+        tokens = sum(item.tokens for item in self._results if isinstance(item, Item))
+        if tokens * self._family.width * self._dtype.itemsize < LEAST or (os.cpu_count() or 1) < 2:
             return (self[index] for index in range(len(self)))
-        return self._read_ahead(self._threads())
+        return self._read_ahead()
 
-    def _read_ahead(self, pool: Executor) -> Iterator[Any]:
-        waiting: deque[Future[Any]] = deque()
-        for index in range(len(self) + AHEAD):
-            if index < len(self):
-                waiting.append(pool.submit(self.__getitem__, index))
-            if index >= AHEAD:
-                yield waiting.popleft().result()
+    def _read_ahead(self) -> Iterator[Any]:
+        # Threads of its own: those of the encoder may all be preparing, and whoever waits for them may hold these up.
+        pool = ThreadPoolExecutor(min(os.cpu_count() or 1, JOINING), "jaxvit-join")
+        waiting: deque[Future[Any] | None] = deque()
+        try:
+            for index in range(len(self) + AHEAD):
+                if index < len(self):
+                    waiting.append(self._ahead(pool, index))
+                if index >= AHEAD:
+                    ahead = waiting.popleft()
+                    yield self[index - AHEAD] if ahead is None else ahead.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ahead(self, pool: Executor, index: int) -> Future[Any] | None:
+        """None for what is there already, and once the interpreter ends and takes no more work."""
+        if index in self._arrays or isinstance(self._results[index], Exception):
+            return None
+        try:
+            return pool.submit(self.__getitem__, index)
+        except RuntimeError:
+            return None
 
     def kept(self, index: int) -> np.ndarray | None:
         """Positions that video pruning kept, int64, None for an item that was not pruned."""

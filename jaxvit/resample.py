@@ -30,9 +30,12 @@ CHUNK = 128
 """Rows that are resized together. Threads that resize side by side hand Python's lock to one another at every step, so
 few large steps are quicker than many whose floats stay in the processor's nearest cache."""
 
-PRODUCT = 1 << 18
-"""Multiplications of one product at most. OpenBLAS wakes its threads beyond it, which costs more than it brings, and
-many times more on a busy machine."""
+WIDE = 1 << 24
+"""Bytes of such rows as floats at most, but for a single row."""
+
+PRODUCT, NARROW = 1 << 18, 8
+"""Multiplications of one product at most: OpenBLAS wakes its threads beyond it, which costs more than it brings, and
+many times more on a busy machine. But so many rows or columns are multiplied in any case."""
 
 
 class Band(NamedTuple):
@@ -122,26 +125,28 @@ def resize(
     """
     n_rows, n_columns, channels = picture.shape
     planes = picture.transpose(2, 0, 1)
-    across = None
+    chunk, across = min(CHUNK, n_rows), None
     if width != n_columns:
-        across = Across(axis_table(n_columns, width, kernel), channels * min(n_rows, CHUNK), n_columns)
+        axis = axis_table(n_columns, width, kernel)
+        chunk = max(1, min(chunk, WIDE // (channels * n_columns * np.dtype(axis.dtype).itemsize)))
+        across = Across(axis, channels * chunk, n_columns)
     out = np.empty((channels, height, width), np.uint8)
     if height != n_rows:
-        resize_down(planes, across, axis_table(n_rows, height, kernel), out)
+        resize_down(planes, across, axis_table(n_rows, height, kernel), out, chunk)
     elif across is not None:
-        for start in range(0, n_rows, CHUNK):
-            out[:, start : start + CHUNK] = across.centred(planes[:, start : start + CHUNK]) + 128
+        for start in range(0, n_rows, chunk):
+            out[:, start : start + chunk] = across.centred(planes[:, start : start + chunk]) + 128
     else:
         out[...] = planes
     return out
 
 
-def resize_down(planes: np.ndarray, across: Across | None, down: Axis, out: np.ndarray) -> None:
-    """Both passes, a band of rows of ``out`` at a time."""
+def resize_down(planes: np.ndarray, across: Across | None, down: Axis, out: np.ndarray, chunk: int) -> None:
+    """Both passes, a band of rows of ``out`` at a time, ``chunk`` rows of the picture at a time."""
     channels, _, width = out.shape
     deepest = max(band.high - band.low for band in down.bands)
     parts, step = split(width, max(band.weights.size for band in down.bands))
-    rows = np.empty((channels, deepest + CHUNK, parts, step), down.dtype)
+    rows = np.empty((channels, deepest + chunk, parts, step), down.dtype)
     rows[:, :, -1] = 0  # the last columns may be none of the picture's
     sums = np.empty((channels, BLOCK, parts, step), down.dtype)
     whole_rows, whole_sums = (each.reshape(channels, -1, parts * step)[..., :width] for each in (rows, sums))
@@ -154,13 +159,13 @@ def resize_down(planes: np.ndarray, across: Across | None, down: Axis, out: np.n
                 rows[:, :kept] = rows[:, band.low - first : have - first].copy()
             first, have = band.low, band.low + kept
         while have < band.high:
-            chunk = planes[:, have : have + CHUNK]
-            made = whole_rows[:, have - first : have - first + chunk.shape[1]]
+            given = planes[:, have : have + chunk]
+            made = whole_rows[:, have - first : have - first + given.shape[1]]
             if across is None:
-                np.subtract(chunk, 128, out=made, dtype=down.dtype)
+                np.subtract(given, 128, out=made, dtype=down.dtype)
             else:
-                made[...] = across.centred(chunk)
-            have += chunk.shape[1]
+                made[...] = across.centred(given)
+            have += given.shape[1]
         count = band.stop - band.start
         wanted = rows[:, band.low - first : band.high - first].swapaxes(1, 2)
         np.matmul(band.weights, wanted, out=sums[:, :count].swapaxes(1, 2))
@@ -192,6 +197,9 @@ class Across:
 
 
 def split(length: int, size: int) -> tuple[int, int]:
-    """(parts, length of each) of rows or columns that are multiplied with matrices of so many elements."""
-    parts = -(-length * size // PRODUCT)
+    """(parts, length of each) of rows or columns that are multiplied with matrices of so many elements.
+
+    Together they are longer than ``length`` by less than one part.
+    """
+    parts = -(-length // max(PRODUCT // size, NARROW))
     return parts, -(-length // parts)

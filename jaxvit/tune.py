@@ -2,7 +2,8 @@
 
 For each bucket, every attention backend that can run here is timed alone; the whole encoder is compiled for the winner
 only, and timed with the bucket filled by few large and by many small pieces. A line through these times over the sum of
-squared segment lengths gives the bucket's constant and slope. A bucket that costs as much as a larger one is left out.
+squared segment lengths gives the bucket's constant and slope. A bucket that costs as much as a larger one, full of few
+large pieces and of many small ones, is left out.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def tune(
         note(f"{time.monotonic() - begun:.0f} s: {text}")
 
     absent = {
-        name: reason
+        name: reason[:200]
         for name, backend in attention.BACKENDS.items()
         if (reason := backend.why_not(device.platform, encoder.dtype)) is not None
     }
@@ -185,7 +186,11 @@ def tune(
     packages = ("jaxvit", "jax", "jaxlib", *libraries)
     record = {name: facts["packages"][name] for name in packages if name in facts["packages"]}
     record |= {"driver": facts["driver"]} if facts["driver"] else {}
-    record |= {"dtype": encoder.dtype, "candidates": candidates.source, "left_out": absent}
+    record |= {
+        "dtype": encoder.dtype,
+        "candidates": candidates.source,
+        "left_out": {name: reason[:200] for name, reason in absent.items()},
+    }
     record |= columns_of(encoder, [(one.bucket, one.points) for one in kept], floor=not late(1.0))
     match = {"family": family.name, "device": device.device_kind, "sizes": sizes}
     return Tuned(_ladder.Ladder(tuple(one.bucket for one in kept), "tuned", candidates.rule), measured, match, record)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -16,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import PIL.Image
 import pytest
 
 import jaxvit
@@ -29,6 +34,12 @@ from jaxvit.models.family import Item, Piece
 from tests.families import BUDGETS, FAMILIES, VIDEO, checkpoint, clip, encoder, media, picture, reweighted
 
 ONE_OF_EACH = ("qwen2_5_vl", "kimi_k25", "lfm2_5_vl")
+
+
+@pytest.fixture(autouse=True)
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the results are."""
+    monkeypatch.setattr(encodings, "LEAST", 0)
 
 
 def load(name: str, **options: Any) -> jaxvit.Encoder:
@@ -438,6 +449,64 @@ def test_reading_all_hands_out_arrays_in_order_until_one_cannot_be_read_and_may_
     with pytest.raises(ValueError, match="no memory"):
         read.extend(rows)
     assert same_bits(read, expected[:20])
+
+
+def test_reading_all_does_not_wait_for_threads_that_prepare():
+    shared, read = encoder("lfm2_5_vl"), threading.Event()
+    found = shared.encode([picture(56, 56), picture(84, 56)])
+    expected = list(found)
+
+    class Slow(io.BytesIO):
+        def read(self, *size: int) -> bytes:
+            assert read.wait(60)
+            return super().read(*size)
+
+    class Reading(io.BytesIO):
+        def read(self, *size: int) -> bytes:
+            assert same_bits(results.pop(), expected)
+            return super().read(*size)
+
+    file = io.BytesIO()
+    PIL.Image.fromarray(picture(30, 30)).save(file, "png")
+    found = shared.encode([picture(56, 56), picture(84, 56)])
+    slow = threading.Thread(target=lambda: shared.prepare([Slow(file.getvalue()) for _ in range(64)]))
+    slow.start()
+    assert same_bits(found, expected)
+    read.set()
+    slow.join(60)
+    assert not slow.is_alive()
+    results = [shared.encode([picture(56, 56), picture(84, 56)]) for _ in range(200)]
+    assert len(shared.prepare([Reading(file.getvalue()) for _ in range(16)])) == 16
+    assert len(results) < 190
+
+
+def test_results_do_not_keep_the_weights():
+    alone = load("lfm2_5_vl")
+    found, weights = alone.encode([picture(56, 56), picture(84, 56)]), alone.dispatcher.weights[0]
+    kept = [weakref.ref(one) for one in weights]
+    rows = list(found)
+    del alone, weights
+    gc.collect()
+    assert [one() for one in kept] == [None] * len(kept)
+    assert same_bits(found, rows)
+
+
+def test_results_can_be_read_while_the_interpreter_ends(tmp_path: Path):
+    script = """
+import threading, time, jaxvit, numpy as np
+from jaxvit import encodings
+encodings.LEAST = 0
+encoder = jaxvit.load({folder!r}, budgets=[64], store=False)
+found = encoder.encode([np.full((56, 56, 3), value, np.uint8) for value in (1, 2, 3)])
+def late():
+    threading.main_thread().join()
+    time.sleep(0.2)
+    print(len(list(found)), "read")
+threading.Thread(target=late).start()
+"""
+    code = script.format(folder=str(checkpoint("lfm2_5_vl")))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "3 read\n"), done.stderr
 
 
 def test_reading_all_begins_with_what_was_read_whatever_became_of_the_rest():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import subprocess
+import sys
 import tomllib
 from math import prod
 from pathlib import Path
@@ -107,3 +109,21 @@ def test_every_link_of_the_guides_leads_to_a_file(tracked: list[Path]) -> None:
         if not link.startswith("http") and not (path.parent / link).exists()
     ]
     assert not broken, "\n".join(broken)
+
+
+def test_a_run_of_which_every_test_is_skipped_is_no_success(root: Path):
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        "tests/layers/test_swiglu.py",
+    ]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout + done.stderr
+    assert "needs an accelerator (JAX_PLATFORMS=cuda)" in done.stdout

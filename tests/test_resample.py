@@ -9,6 +9,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from jaxvit import resample
 from jaxvit.resample import Kernel, axis_table, integer_weights, resize
 
 KERNELS: tuple[Kernel, ...] = ("bilinear", "bicubic")
@@ -176,12 +177,24 @@ def test_the_cache_of_tables_is_bounded():
     assert info.currsize <= info.maxsize <= 64
 
 
+@pytest.mark.parametrize("length", [1, 7, 120, 1932, 7168, 15596])
+@pytest.mark.parametrize("size", [40, 1000, 1184, 2500, 30_000, 80_000, 2**20])
+def test_parts_cover_a_length_with_less_than_a_part_to_spare_and_stay_below_the_limit(length: int, size: int):
+    parts, step = resample.split(length, size)
+    assert 0 <= parts * step - length < step
+    assert step * size <= max(resample.PRODUCT, resample.NARROW * size)
+
+
+CHANGES = [(2000, 2500, 1400, 1400), (128, 100_000, 28, 2800), (400, 40_000, 56, 4032), (20_000, 500, 1400, 28)]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="tracemalloc and BLAS buffers")
-def test_memory_beside_the_result_stays_below_the_picture():
-    picture = noise(2000, 2500)
-    resize(picture, 1400, 1400, "bicubic")
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_memory_beside_the_result_stays_below_the_picture(change: tuple[int, int, int, int]):
+    picture = noise(*change[:2])
+    resize(picture, *change[2:], "bicubic")
     tracemalloc.start()
-    found = resize(picture, 1400, 1400, "bicubic")
+    found = resize(picture, *change[2:], "bicubic")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak - found.nbytes < picture.nbytes

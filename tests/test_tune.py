@@ -169,6 +169,16 @@ def test_what_a_bucket_took_is_recorded_and_makes_the_guides_table(
         guides.marked("no marks")
 
 
+def test_whatever_is_recorded_the_ladder_can_be_read(tuned: tuple[jaxvit.Encoder, tune.Tuned], tmp_path: Path) -> None:
+    known, found = tuned
+    said = 'not "here" \\ or\nthere\t\x7f \x85 \U0001f600 \udc80'
+    path = tmp_path / "odd.toml"
+    ladder.write(found.ladder, path, found.match, {**found.record, "left_out": {"tokamax": said}})
+    assert from_file(path, known.family).buckets == found.ladder.buckets
+    record = tomllib.loads(path.read_text(encoding="utf-8"))["record"]
+    assert record["left_out"]["tokamax"] == said.replace("\udc80", "?")
+
+
 def test_a_ladder_of_before_has_a_table_without_the_columns_it_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

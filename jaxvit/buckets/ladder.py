@@ -191,7 +191,7 @@ def write(
         entries = ((one.name, getattr(bucket, one.name)) for one in fields(Bucket))
         lines += ["[[bucket]]", *(f"{key} = {_toml(value)}" for key, value in entries if value is not None), ""]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text("\n".join(lines), encoding="utf-8")
+    Path(path).write_text("\n".join(lines), encoding="utf-8", errors="replace")
 
 
 def overflow_bucket(ladder: Ladder, demand: Demand, step: float = OVERFLOW_STEP, block: int = BLOCK) -> Bucket:
@@ -298,4 +298,4 @@ def _check_pieces(max_pieces: int | None, budget: int) -> None:
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + " }"
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON may hold as it is
