@@ -4,7 +4,7 @@
 
 Ways: ``ours``, as the package compiles it; ``loose``, its intermediates in XLA's own temporaries instead of memory that
 stays in place (``jaxvit/buckets/scratch.py``); ``apart``, the same with every bias an argument of its own; ``norms``,
-with XLA's norms; ``serial``, with recorded graphs whose nodes follow one another.
+with XLA's norms; ``serial`` and ``loose-serial``, with recorded graphs whose nodes follow one another.
 
 Columns: arguments; milliseconds to issue a call on an idle device, inputs the same again; one call and back to back;
 and one call with new inputs while so many results are kept. It needs no installed package: run it in the repository.
@@ -38,6 +38,7 @@ from jaxvit.layers import fuse
 from jaxvit.layers.hopper import norms
 from tests.gpu.measure import TOWERS
 
+WAYS = ("ours", "loose", "apart", "norms", "serial", "loose-serial")
 CALLS, WARM, ROUNDS = 40, 8, 2
 unpack = fuse.Weights.unpack
 
@@ -46,13 +47,13 @@ unpack = fuse.Weights.unpack
 def way(name: str) -> Iterator[dict[str, Any]]:
     """What is lowered in here is lowered that way; gives further XLA options."""
     with ExitStack() as patched:
-        if name in ("loose", "apart"):
+        if name in ("loose", "apart", "loose-serial"):
             patched.enter_context(mock.patch.object(Program, "scratch", ()))
         if name == "apart":
             patched.enter_context(mock.patch.object(fuse.Weights, "unpack", unpack_apart))
         if name == "norms":
             patched.enter_context(mock.patch.object(norms, "suits", return_value=False))
-        yield {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"} if name == "serial" else {}
+        yield {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"} if "serial" in name else {}
 
 
 def unpack_apart(self: fuse.Weights, arrays: Sequence[Any], apart: bool = False) -> dict[str, Any]:
@@ -79,7 +80,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--dtype", default="bfloat16")
     asked = parser.parse_args()
-    kept = [int(each) for each in asked.kept.split(",")]
+    kept, ways = [int(each) for each in asked.kept.split(",")], asked.ways.split(",")
+    if unknown := set(ways) - set(WAYS):
+        parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join(WAYS)}")
     with random_checkpoint(TOWERS[asked.tower][0], asked.layers) as folder:
         encoder = jaxvit.load(folder, dtype=asked.dtype, store=False)
         dispatcher = encoder.dispatcher
@@ -88,7 +91,7 @@ def main() -> None:
         with ThreadPoolExecutor(8) as pool:
             for text in asked.loads.split(","):
                 load = load_of(encoder.family, text, encoder.ladder)
-                for name in asked.ways.split(","):
+                for name in ways:
                     with way(name) as options:
                         program = dispatcher.program(load.bucket, "uint8")
                         rooms, lowered = program.scratch, program.lower(device)
