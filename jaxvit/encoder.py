@@ -8,7 +8,6 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -30,6 +29,7 @@ from jaxvit.models import family_of
 from jaxvit.models.family import Family, Item
 from jaxvit.preparation import THREADS, prepared
 from jaxvit.stream import Stream, encode_iter
+from jaxvit.threads import submitted
 from jaxvit.weights import hub
 from jaxvit.weights.files import read_config_files
 from jaxvit.weights.load import dtype_of, load_parameters
@@ -138,7 +138,13 @@ class Encoder:
         checks.choice("on_error", on_error, ("raise", "return"))
         sequence = _media.as_sequence(media)
         if len(sequence) > 1 and (os.cpu_count() or 1) > 1:
-            results = list(self._threads().map(partial(prepared, self.family), range(len(sequence)), sequence))
+            pool = self._threads()
+            futures = [submitted(pool, prepared, self.family, *one) for one in enumerate(sequence)]
+            try:
+                results = [future.result() for future in futures]
+            finally:
+                for future in futures:
+                    future.cancel()
         else:
             results = [prepared(self.family, index, medium) for index, medium in enumerate(sequence)]
         errors = {index: result for index, result in enumerate(results) if isinstance(result, Exception)}

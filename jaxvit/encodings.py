@@ -16,6 +16,7 @@ import numpy as np
 from jaxvit.buckets.dispatcher import Output, Plan
 from jaxvit.errors import NumericsError
 from jaxvit.models.family import Family, Item
+from jaxvit.threads import submitted
 
 OnError = Literal["raise", "return"]
 
@@ -87,13 +88,10 @@ class Encodings(Sequence):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _ahead(self, pool: Executor, index: int) -> Future[Any] | None:
-        """None for what is there already, and once the interpreter ends and takes no more work."""
+        """None for what is there already."""
         if index in self._arrays or isinstance(self._results[index], Exception):
             return None
-        try:
-            return pool.submit(self.__getitem__, index)
-        except RuntimeError:
-            return None
+        return submitted(pool, self.__getitem__, index)
 
     def kept(self, index: int) -> np.ndarray | None:
         """Positions that video pruning kept, int64, None for an item that was not pruned."""

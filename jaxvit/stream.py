@@ -26,6 +26,7 @@ from jaxvit.encodings import check_finite, finished
 from jaxvit.errors import JaxvitError, NumericsError
 from jaxvit.models.family import Item, Piece
 from jaxvit.preparation import THREADS, prepared
+from jaxvit.threads import submitted
 
 if TYPE_CHECKING:
     from jaxvit.encoder import Encoder
@@ -155,7 +156,7 @@ class Stream:
             entry = Entry(self.read)
             try:
                 with self._spent("reading"):
-                    entry.prepared = pool.submit(self._prepare, self.read, next(self.source))
+                    entry.prepared = submitted(pool, self._prepare, self.read, next(self.source))
             except StopIteration:
                 self.source = None
                 return
@@ -267,7 +268,7 @@ class Stream:
                 hosts = [output.host(output.embeddings) for output, _, _ in places]
             self.fetched.update(output for output, _, _ in places)
             rows = [host[start : start + size] for host, (_, start, size) in zip(hosts, places, strict=True)]
-            entry.joined = pool.submit(finished, self.encoder.family, entry.item, rows, self.dtype)
+            entry.joined = submitted(pool, finished, self.encoder.family, entry.item, rows, self.dtype)
         except NumericsError as error:
             entry.error = error
         entry.places = {}

@@ -23,6 +23,7 @@ from jaxvit.buckets.ladder import Ladder, overflow_bucket
 from jaxvit.errors import CapacityError
 from jaxvit.layers.attention import runs
 from jaxvit.models.family import Bucket, Demand, Family, Item, Piece
+from jaxvit.threads import submitted
 
 log = logging.getLogger("jaxvit")
 
@@ -344,10 +345,15 @@ class Dispatcher:
             with _starting_threads:  # the size is the process's: set while the pool starts its threads, and no longer
                 previous = threading.stack_size(COMPILE_STACK)
                 try:
-                    built = pool.map(lambda key: self.executable(*key), keys)
+                    built = [submitted(pool, self.executable, *key) for key in keys]
                 finally:
                     threading.stack_size(previous)
-            yield from zip(keys, built, strict=True)
+            try:
+                for key, future in zip(keys, built, strict=True):
+                    yield key, future.result()
+            finally:
+                for future in built:
+                    future.cancel()
 
     def stats(self) -> dict[str, Any]:
         """A copy of the counters, ready for JSON."""

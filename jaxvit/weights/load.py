@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxvit.errors import CheckpointError
+from jaxvit.threads import submitted
 from jaxvit.weights import quantised
 from jaxvit.weights.files import Stored, read_json, vision_tensors
 from jaxvit.weights.keys import Key, KeyTable
@@ -263,7 +264,7 @@ def _stream(
                 while ahead and held + cost > room:
                     held -= ahead[0][0]
                     yield ahead.popleft()[1].result()
-                ahead.append((cost, pool.submit(made, parameter)))
+                ahead.append((cost, submitted(pool, made, parameter)))
                 held += cost
             while ahead:
                 yield ahead.popleft()[1].result()
