@@ -23,7 +23,7 @@ OnError = Literal["raise", "return"]
 LEAST = 2**24
 """Bytes of all arrays from which on threads put them together while all are read: new memory takes a while to get."""
 JOINING, AHEAD = 4, 8
-"""Such threads at most, and arrays that are put together before they are asked for."""
+"""Such threads at most, and arrays that are put together before they are asked for; a stream's too."""
 
 
 class Encodings(Sequence):

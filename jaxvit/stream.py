@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxvit import media as _media
 from jaxvit.buckets.dispatcher import Call, Output, Plan
-from jaxvit.encodings import check_finite, finished
+from jaxvit.encodings import AHEAD, JOINING, check_finite, finished
 from jaxvit.errors import JaxvitError, NumericsError
 from jaxvit.models.family import Item, Piece
 from jaxvit.preparation import THREADS, prepared
@@ -44,8 +44,6 @@ ENOUGH = 8
 """As many of the smallest bucket are waited for on every device in any case: few pieces pack badly."""
 FULL = 0.95
 """A call this full on some axis is not held back for pieces to come."""
-JOINING, AHEAD = 4, 8
-"""Threads that put arrays together at most, and arrays that are put together before they are asked for."""
 
 SPENT: Sequence[str] = ("reading", "preparation", "issue", "device", "transfer", "finish")
 

@@ -186,11 +186,7 @@ def tune(
     packages = ("jaxvit", "jax", "jaxlib", *libraries)
     record = {name: facts["packages"][name] for name in packages if name in facts["packages"]}
     record |= {"driver": facts["driver"]} if facts["driver"] else {}
-    record |= {
-        "dtype": encoder.dtype,
-        "candidates": candidates.source,
-        "left_out": {name: reason[:200] for name, reason in absent.items()},
-    }
+    record |= {"dtype": encoder.dtype, "candidates": candidates.source, "left_out": absent}
     record |= columns_of(encoder, [(one.bucket, one.points) for one in kept], floor=not late(1.0))
     match = {"family": family.name, "device": device.device_kind, "sizes": sizes}
     return Tuned(_ladder.Ladder(tuple(one.bucket for one in kept), "tuned", candidates.rule), measured, match, record)
