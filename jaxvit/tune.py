@@ -13,7 +13,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -70,12 +70,14 @@ class Measured:
     Attributes:
         attention: milliseconds of all the tower's attention by backend, or why there are none.
         points: (sum of squared segment lengths, milliseconds of a call).
+        interpolated: time was too short for calls; the costs, and the points, come of the buckets around it.
         dropped: why the bucket is not in the ladder, None if it is.
     """
 
     bucket: Bucket
     attention: dict[str, float | str] = field(default_factory=dict)
     points: list[tuple[float, float]] = field(default_factory=list)
+    interpolated: bool = False
     dropped: str | None = None
 
     def cost(self, squares: float) -> float:
@@ -119,7 +121,7 @@ class Tuned:
                 cells += [f"{bucket.constant:.3f}", f"{bucket.slope * 1e6:.3f}"]
             else:
                 cells += ["-", "-"]
-            rows.append([*cells, one.dropped or ""])
+            rows.append([*cells, one.dropped or ("between its neighbours" if one.interpolated else "")])
         return f"{self.match['family']} on {self.match['device']}; attention is all blocks' together", columns, rows
 
 
@@ -136,7 +138,7 @@ def tune(
         encoder: loaded with ``attention="auto"``; its first device is measured.
         ladder: the candidates; None for the family's default.
         seconds: after half of them, a bucket that was not tried takes the backend of the nearest that was; when they
-            are over, what is not measured is left out. Whole calls are measured from the largest bucket down.
+            are over, the costs of buckets whose calls were not timed are interpolated.
         note: told what is being done.
     Raises:
         OptionError: the encoder's attention backend is fixed. CapacityError: no bucket fits on the device.
@@ -164,17 +166,7 @@ def tune(
         told(f"attention {name} is left out: {reason}")
     measured = _backends(encoder, list(candidates), lambda: late(0.5), told)
     _build(encoder, measured, told)
-    for one in reversed(measured):
-        if one.dropped is None and late(1.0):
-            one.dropped = f"not measured: {seconds:.0f} s were over"
-        if one.dropped is None:
-            told(f"calls of {one.bucket.tokens} tokens")
-            try:
-                one.points = _calls(encoder, one.bucket)
-                one.bucket = fitted(one.bucket, one.points)
-            except Exception as error:
-                log.warning("tune: the bucket of %d tokens", one.bucket.tokens, exc_info=True)
-                one.dropped = f"{type(error).__name__}: {error}"[:200]
+    _time(encoder, measured, lambda: late(1.0), told)
     drop_equals(measured)
     kept = [one for one in measured if one.dropped is None]
     if not kept:
@@ -187,6 +179,8 @@ def tune(
     record = {name: facts["packages"][name] for name in packages if name in facts["packages"]}
     record |= {"driver": facts["driver"]} if facts["driver"] else {}
     record |= {"dtype": encoder.dtype, "candidates": candidates.source, "left_out": absent}
+    if between := [one.bucket.tokens for one in kept if one.interpolated]:
+        record["interpolated"] = between
     record |= columns_of(encoder, [(one.bucket, one.points) for one in kept], floor=not late(1.0))
     match = {"family": family.name, "device": device.device_kind, "sizes": sizes}
     return Tuned(_ladder.Ladder(tuple(one.bucket for one in kept), "tuned", candidates.rule), measured, match, record)
@@ -343,18 +337,58 @@ def _build(encoder: Encoder, measured: Sequence[Measured], note: Callable[[str],
         log.warning("tune: compiling failed", exc_info=True)
 
 
+def _time(
+    encoder: Encoder, measured: Sequence[Measured], late: Callable[[], bool], note: Callable[[str], None]
+) -> None:
+    """Times whole calls: of the largest and the smallest bucket in any case, of some spread between them, of the rest.
+    When it is late, what is left is interpolated."""
+    waiting = [one for one in measured if one.dropped is None]
+    places = range(len(waiting))
+    for number, place in enumerate(dict.fromkeys([*places[-1:], *places[:1], *places[::-APART], *reversed(places)])):
+        if number > 1 and late():
+            break
+        one = waiting[place]
+        note(f"calls of {one.bucket.tokens} tokens")
+        try:
+            one.points = _calls(encoder, one.bucket)
+            one.bucket = fitted(one.bucket, one.points)
+        except Exception as error:
+            log.warning("tune: the bucket of %d tokens", one.bucket.tokens, exc_info=True)
+            one.dropped = f"{type(error).__name__}: {error}"[:200]
+    known = [one.bucket for one in waiting if one.points]
+    for one in waiting:
+        if one.points or one.dropped is not None:
+            continue
+        if not known or not known[0].patches < one.bucket.patches < known[-1].patches:
+            one.dropped = "not measured: the time was over"
+            continue
+        patches = [bucket.patches for bucket in known]
+        constant, slope = (
+            float(np.interp(one.bucket.patches, patches, [getattr(bucket, name) for bucket in known]))
+            for name in ("constant", "slope")
+        )
+        one.bucket = replace(one.bucket, constant=float(f"{constant:.5g}"), slope=float(f"{slope:.5g}"))
+        one.points = [(squares, one.cost(squares)) for squares, _ in _fillings(encoder, one.bucket)]
+        one.interpolated = True
+
+
+def _fillings(encoder: Encoder, bucket: Bucket) -> Iterator[tuple[float, tuple[Piece, ...]]]:
+    """(sum of squared segment lengths, pieces) that fill a bucket, from few large to many small pieces."""
+    least = math.inf
+    for parts in PARTS:
+        pieces = _filled(encoder, bucket, parts)
+        squares = float(sum(piece.rows**2 for piece in pieces or ()))
+        if pieces and squares < least:
+            least = squares
+            yield squares, pieces
+
+
 def _calls(encoder: Encoder, bucket: Bucket) -> list[tuple[float, float]]:
     """(sum of squared segment lengths, milliseconds of a call back to back), from few large to many small pieces."""
     dispatcher = encoder.dispatcher
     executable = dispatcher.executable(bucket)
     points = []
-    for parts in PARTS:
-        pieces = _filled(encoder, bucket, parts)
-        if not pieces:
-            continue
-        squares = float(sum(piece.rows**2 for piece in pieces))
-        if points and squares >= points[-1][0]:
-            continue
+    for squares, pieces in _fillings(encoder, bucket):
         placed = executable.place(executable.program.fill(pieces))
         jax.block_until_ready(placed)
         times = timed(

@@ -357,7 +357,7 @@ def test_a_bucket_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch)
         tune.tune(known, from_budgets(known.family, [64], platform="cpu"))
 
 
-def test_when_time_is_over_buckets_take_the_last_winner_and_what_is_not_measured_is_left_out(
+def test_when_time_is_over_buckets_take_the_last_winner_and_costs_between_the_ends_are_interpolated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
@@ -379,8 +379,39 @@ def test_when_time_is_over_buckets_take_the_last_winner_and_what_is_not_measured
     known = encoder("lfm2_5_vl")
     found = tune.tune(known, from_budgets(known.family, [64, 128, 256], platform="cpu"), seconds=10.0)
     assert [one.bucket.attention for one in found.measured] == ["xla"] * 3
-    assert [bucket.tokens for bucket in found.ladder] == [128, 256]
-    assert found.measured[0].dropped == "not measured: 10 s were over"
+    assert [(bucket.tokens, bucket.constant, bucket.slope) for bucket in found.ladder] == [
+        (64, 64.0, 0.0),
+        (128, 128.0, 0.0),
+        (256, 256.0, 0.0),
+    ]
+    assert [one.interpolated for one in found.measured] == [False, True, False]
+    assert [milliseconds for _, milliseconds in found.measured[1].points] == [128.0] * len(found.measured[1].points)
+    assert found.record["interpolated"] == [128]
+    assert [row[-1] for row in found.table()[2]] == ["", "between its neighbours", ""]
+
+
+def test_what_lies_beyond_the_buckets_that_ran_is_not_interpolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def calls(encoder: jaxvit.Encoder, bucket: Bucket) -> list[tuple[float, float]]:
+        nonlocal now
+        now += 20.0
+        if bucket.tokens == 256:
+            raise jaxvit.errors.CapacityError("too large for the device")
+        return [(1.0, 1.0 * bucket.tokens)]
+
+    monkeypatch.setattr(tune.time, "monotonic", lambda: now)
+    monkeypatch.setattr(tune, "_choose", lambda *_: None)
+    monkeypatch.setattr(tune, "_calls", calls)
+    monkeypatch.setattr(tune, "_build", lambda *_: None)
+    known = encoder("lfm2_5_vl")
+    found = tune.tune(known, from_budgets(known.family, [64, 128, 256], platform="cpu"), seconds=10.0)
+    assert [bucket.tokens for bucket in found.ladder] == [64]
+    assert [one.dropped for one in found.measured] == [
+        None,
+        "not measured: the time was over",
+        "CapacityError: too large for the device",
+    ]
 
 
 def test_an_encoder_with_a_fixed_backend_is_refused() -> None:
