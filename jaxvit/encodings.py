@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Literal
 
 import jax
@@ -19,6 +19,8 @@ from jaxvit.models.family import Family, Item
 from jaxvit.threads import submitted
 
 OnError = Literal["raise", "return"]
+Given = tuple[Family, Item, list[np.ndarray], np.dtype]
+"""Of :func:`finished`."""
 
 LEAST = 2**24
 """Bytes of all arrays from which on threads put them together while all are read: new memory takes a while to get."""
@@ -74,24 +76,29 @@ class Encodings(Sequence):
         return self._read_ahead()
 
     def _read_ahead(self) -> Iterator[Any]:
-        # Threads of its own: those of the encoder may all be preparing, and whoever waits for them may hold these up.
-        pool = ThreadPoolExecutor(min(os.cpu_count() or 1, JOINING), "jaxvit-join")
-        waiting: deque[Future[Any] | None] = deque()
-        try:
-            for index in range(len(self) + AHEAD):
-                if index < len(self):
-                    waiting.append(self._ahead(pool, index))
-                if index >= AHEAD:
-                    ahead = waiting.popleft()
-                    yield self[index - AHEAD] if ahead is None else ahead.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        """This thread waits for the device; others put together what is on the host, a few arrays ahead."""
+        pool, begun = joiners(), dict[int, Future[Any]]()
+        for index in range(len(self)):
+            for near in range(index, min(index + AHEAD, len(self))):
+                if near not in begun and (given := self._unmade(near, wait=near == index)):
+                    begun[near] = submitted(pool, finished, *given)
+            ahead = begun.pop(index, None)
+            yield self[index] if ahead is None else self._arrays.setdefault(index, ahead.result())[0]
 
-    def _ahead(self, pool: Executor, index: int) -> Future[Any] | None:
-        """None for what is there already."""
+    def _unmade(self, index: int, wait: bool) -> Given | None:
+        """What an array is made of, None if it is made, or never will be.
+
+        Args:
+            wait: for rows that are not on the host; else None for these too.
+        """
         if index in self._arrays or isinstance(self._results[index], Exception):
             return None
-        return submitted(pool, self.__getitem__, index)
+        if not wait and any(number not in self._host for number, _, _ in self._placed(index)):
+            return None
+        with suppress(NumericsError):  # it comes when the item is asked for
+            given = self._given(index)
+            return None if isinstance(given, Exception) else given
+        return None
 
     def kept(self, index: int) -> np.ndarray | None:
         """Positions that video pruning kept, int64, None for an item that was not pruned."""
@@ -116,17 +123,27 @@ class Encodings(Sequence):
         if isinstance(self._results[index], Exception):
             return self._results[index]
         if index not in self._arrays:
-            places = self._checked(index)
-            if isinstance(places, Exception):
-                return places
-            rows = [self._fetch(number)[offset : offset + tokens] for number, offset, tokens in places]
-            made = finished(self._family, self._results[index], rows, self._dtype)
-            return self._arrays.setdefault(index, made)  # the same array, however many threads ask
+            given = self._given(index)
+            if isinstance(given, Exception):
+                return given
+            return self._arrays.setdefault(index, finished(*given))  # the same array, however many threads ask
         return self._arrays[index]
 
+    def _given(self, index: int) -> NumericsError | Given:
+        """What an item's array is made of."""
+        places = self._checked(index)
+        if isinstance(places, Exception):
+            return places
+        rows = [self._fetch(number)[offset : offset + tokens] for number, offset, tokens in places]
+        return self._family, self._results[index], rows, self._dtype
+
+    def _placed(self, index: int) -> list[tuple[int, int, int]]:
+        """The item's (output, offset, tokens), piece by piece."""
+        return [place for _, place in sorted(self._places[index].items())]
+
     def _checked(self, index: int) -> NumericsError | list[tuple[int, int, int]]:
-        """The item's (output, offset, tokens), piece by piece, once they are known to be finite."""
-        places = [place for _, place in sorted(self._places[index].items())]
+        """The same, once they are known to be finite."""
+        places = self._placed(index)
         try:
             check_finite(index, [(self._outputs[number], offset, tokens) for number, offset, tokens in places])
         except NumericsError as error:
@@ -142,6 +159,18 @@ class Encodings(Sequence):
                     output = self._outputs[number]
                     self._host[number] = output.host(output.embeddings)
         return self._host[number]
+
+
+_joiners: dict[int, ThreadPoolExecutor] = {}
+
+
+def joiners() -> ThreadPoolExecutor:
+    """Threads of this process that put arrays together, and wait for nothing. They stay: an interrupt that meets a pool
+    while it is collected is lost."""
+    process = os.getpid()
+    if process not in _joiners:  # a forked one has no threads of its parent's
+        _joiners.setdefault(process, ThreadPoolExecutor(min(os.cpu_count() or 1, JOINING), "jaxvit-join"))
+    return _joiners[process]
 
 
 def finished(

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxvit import media as _media
 from jaxvit.buckets.dispatcher import Call, Output, Plan
-from jaxvit.encodings import AHEAD, JOINING, check_finite, finished
+from jaxvit.encodings import AHEAD, check_finite, finished, joiners
 from jaxvit.errors import JaxvitError, NumericsError
 from jaxvit.models.family import Item, Piece
 from jaxvit.preparation import THREADS, prepared
@@ -130,21 +130,19 @@ class Stream:
         """Entries in order, each with its array or its error."""
         threads = min(os.cpu_count() or 1, THREADS)
         pool = ThreadPoolExecutor(threads, thread_name_prefix="jaxvit-stream")
-        joining = ThreadPoolExecutor(min(threads, JOINING), thread_name_prefix="jaxvit-stream-join")
         try:
             while True:
                 self._read(pool, 2 * threads)
                 if self.unprepared and self.held < 2 * self.batch and self.earlier + self.held < 4 * self.batch:
                     self._take(self.unprepared.popleft())
                 elif self.entries and self.entries[0].issued:
-                    yield self._finish(self.entries.popleft(), joining)
+                    yield self._finish(self.entries.popleft())
                 elif self.entries:
                     self._issue(everything=self.source is None and not self.unprepared)
                 else:
                     return
         finally:
-            for one in (pool, joining):
-                one.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, pool: ThreadPoolExecutor, most: int) -> None:
         """Hands media to the pool, up to ``most`` at a time. An error of the iterable takes the place of an item."""
@@ -237,24 +235,24 @@ class Stream:
         finally:
             self.seconds[name] += time.perf_counter() - start
 
-    def _finish(self, entry: Entry, pool: ThreadPoolExecutor) -> Entry:
+    def _finish(self, entry: Entry) -> Entry:
         """Waits for the entry's calls, and until its rows are put together; beside it, those of the next entries are
         that came back with the same calls: an array is new memory, which takes a while to get."""
         if self.closed:
             self.closed, self.earlier = self.closed - 1, self.earlier - entry.patches
         else:
             self.held -= entry.patches
-        self._join(entry, pool)
+        self._join(entry)
         for other in islice(self.entries, AHEAD):
             if other.issued and all(output in self.fetched for output, _, _ in other.places.values()):
-                self._join(other, pool)
+                self._join(other)
         if entry.joined is not None:
             with self._spent("finish"):
                 entry.array, _ = entry.joined.result()
             entry.joined = None
         return entry
 
-    def _join(self, entry: Entry, pool: ThreadPoolExecutor) -> None:
+    def _join(self, entry: Entry) -> None:
         """Waits until the entry's rows are on the host, and has a thread put them together, once."""
         if entry.item is None or entry.error is not None or entry.joined is not None:
             return
@@ -266,7 +264,7 @@ class Stream:
                 hosts = [output.host(output.embeddings) for output, _, _ in places]
             self.fetched.update(output for output, _, _ in places)
             rows = [host[start : start + size] for host, (_, start, size) in zip(hosts, places, strict=True)]
-            entry.joined = submitted(pool, finished, self.encoder.family, entry.item, rows, self.dtype)
+            entry.joined = submitted(joiners(), finished, self.encoder.family, entry.item, rows, self.dtype)
         except NumericsError as error:
             entry.error = error
         entry.places = {}

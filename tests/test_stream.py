@@ -121,7 +121,7 @@ def test_threads_put_arrays_together_a_few_ahead(monkeypatch):
         assert array.flags.owndata
         most = max(most, len(joined) - number)
     assert len(joined) == 40
-    assert all(name.startswith("jaxvit-stream-join") for name in joined)
+    assert all(name.startswith("jaxvit-join") for name in joined)
     assert 1 < most <= 1 + streams.AHEAD
 
 
