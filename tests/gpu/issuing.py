@@ -6,8 +6,10 @@ Ways: ``ours``, as the package compiles it; ``loose``, its intermediates in XLA'
 stays in place (``jaxvit/buckets/scratch.py``); ``apart``, the same with every bias an argument of its own; ``norms``,
 with XLA's norms; ``serial`` and ``loose-serial``, with recorded graphs whose nodes follow one another.
 
-Columns: arguments; milliseconds to issue a call on an idle device, inputs the same again; one call and back to back;
-and one call with new inputs while so many results are kept. It needs no installed package: run it in the repository.
+Columns: arguments; milliseconds to issue a call, inputs the same again: on an idle device, the call before waited for
+(issue), asked for without rest (polled), waited for and some time passed (rested); behind a call that is not done
+(behind). Then one call and back to back; and one call with new inputs while so many results are kept. It needs no
+installed package: run it in the repository.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 from unittest import mock
 
@@ -40,6 +42,7 @@ from tests.gpu.measure import TOWERS
 
 WAYS = ("ours", "loose", "apart", "norms", "serial", "loose-serial")
 CALLS, WARM, ROUNDS = 40, 8, 2
+REST = 10e-3
 unpack = fuse.Weights.unpack
 
 
@@ -60,15 +63,29 @@ def unpack_apart(self: fuse.Weights, arrays: Sequence[Any], apart: bool = False)
     return unpack(self, arrays, apart=True)
 
 
-def issuing(run: Callable[[Any], Any], placed: Any) -> float:
-    """Median milliseconds until a call on an idle device returns."""
+def issuing(run: Callable[[Any], Any], placed: Any, wait: Callable[[Any], Any], calls: int = 1) -> float:
+    """Median milliseconds until a call returns; of several issued without waiting, the last."""
     seconds = []
     for _ in range(WARM + CALLS):
-        start = perf_counter()
-        out = run(placed)
-        seconds.append(perf_counter() - start)
-        jax.block_until_ready(out)
+        for _ in range(calls):
+            start = perf_counter()
+            out = run(placed)
+            end = perf_counter()
+        seconds.append(end - start)
+        wait(out)
     return median(seconds[WARM:]) * 1e3
+
+
+def poll(out: Any) -> None:
+    """Waits without letting the core rest."""
+    while not all(array.is_ready() for array in jax.tree.leaves(out)):
+        pass
+
+
+def rest(out: Any) -> None:
+    """Waits, and some milliseconds more."""
+    jax.block_until_ready(out)
+    sleep(REST)
 
 
 def main() -> None:
@@ -105,7 +122,8 @@ def main() -> None:
                 arrays = program.fill(load.pieces)
                 place = partial(lambda one, arrays: jax.block_until_ready(one.place(arrays)), executable, arrays)
                 run, placed = partial(executable.run, weights), place()
-                cells = [issuing(run, placed)]
+                cells = [issuing(run, placed, wait) for wait in (jax.block_until_ready, poll, rest)]
+                cells.append(issuing(run, placed, jax.block_until_ready, calls=2))
                 times = clock.timed(partial(run, placed), jax.block_until_ready)
                 cells += [times.one_call, times.back_to_back]
                 for count in kept:
@@ -119,6 +137,9 @@ def main() -> None:
         "way",
         "arguments",
         "issue",
+        "polled",
+        "rested",
+        "behind",
         "one call",
         "back to back",
         *(f"renewed, {one} kept" for one in kept),
