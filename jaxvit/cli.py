@@ -21,6 +21,7 @@ from jaxvit.commands.encode import encode
 from jaxvit.commands.inspect import inspect
 from jaxvit.commands.show import show
 from jaxvit.commands.tune import tune
+from jaxvit.machine import issue_beside
 
 app = typer.Typer(
     name="jaxvit",
@@ -37,6 +38,7 @@ for command in (demo, encode, show, compare, compile, inspect, bench, tune):
 
 def main() -> None:
     """Entry point: an error of ours is one clear line, not a traceback."""
+    issue_beside()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be text
     try:

@@ -24,6 +24,8 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "plots": ("matplotlib",),
     "ray": ("ray",),
 }
+ISSUING = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
+"""Whether XLA issues calls to a GPU in a thread of its own."""
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "HF_HUB_OFFLINE",
@@ -35,6 +37,7 @@ VARIABLES = (
     "XLA_PYTHON_CLIENT_ALLOCATOR",
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
+    ISSUING,
 )
 """Of the environment: those that change what runs. None of them holds a secret."""
 
@@ -84,6 +87,14 @@ def modest() -> Iterator[None]:
     finally:
         if given is None:
             del os.environ[name]
+
+
+def issue_beside() -> None:
+    """Has XLA issue calls to a GPU in a thread of its own, unless the environment already says whether it should.
+
+    It is a setting of the whole process, read when JAX first looks for devices, so it is for programs, not for imports.
+    """
+    os.environ.setdefault(ISSUING, "1")
 
 
 def version(package: str) -> str | None:

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 import jaxvit
 from jaxvit import cli, tiny
 from jaxvit import demo as demonstration
+from jaxvit.machine import ISSUING
 from jaxvit.metrics import Metrics
 from jaxvit.views import views
 from tests.families import picture
@@ -40,6 +41,7 @@ Run = Callable[..., Outcome]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs the command in this process, its output in a pipe."""
+    monkeypatch.setenv(ISSUING, "0")  # what the command sets stays in no other test's environment
 
     def run(*arguments: object) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["jaxvit", *map(str, arguments)])
@@ -173,6 +175,16 @@ def test_the_installed_module_runs_and_lists_its_commands(tmp_path: Path, root: 
     for command in ("demo", "encode"):
         assert command in done.stdout
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+def test_a_gpu_is_issued_to_from_a_thread_of_its_own_unless_the_environment_says_otherwise(
+    run: Run, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    if given is None:
+        monkeypatch.delenv(ISSUING)
+    run("--help")
+    assert os.environ[ISSUING] == (given or "1")
 
 
 @pytest.mark.reference

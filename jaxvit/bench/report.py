@@ -16,6 +16,8 @@ from typing import Any
 
 import jax
 
+from jaxvit.machine import ISSUING
+
 PACKAGES = ("jaxvit", "jax", "jaxlib", "flax", "numpy", "torch", "transformers", "tokamax", "triton")
 VARIANTS = ("eager", "graph", "compile + graph")
 
@@ -38,6 +40,7 @@ def environment(device: jax.Device) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": found,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "issues_beside": os.environ.get(ISSUING, "") if device.platform != "cpu" else "",
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 

@@ -31,6 +31,7 @@ from jax.experimental import serialize_executable
 
 from jaxvit.buckets.executable import Executable, Program, compile_program, compiler_options
 from jaxvit.errors import StoreError
+from jaxvit.machine import ISSUING
 
 log = logging.getLogger("jaxvit")
 
@@ -202,7 +203,7 @@ def key_of(program: Program, device: jax.Device) -> dict[str, Any]:
         "host": host,
         "device": [device.platform, device.device_kind, str(getattr(device, "compute_capability", ""))],
         "ordinal": device.id,
-        "flags": [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")],
+        "flags": [os.environ.get(name, "") for name in FLAGS],
         "options": compiler_options(program),
         "family": program.family.name,
         "config": repr(program.family.config),
@@ -213,6 +214,9 @@ def key_of(program: Program, device: jax.Device) -> dict[str, Any]:
         "attention": [program.backend.name, program.backend.version],
     }  # fmt: skip
 
+
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", ISSUING)
+"""Of the environment: what changes the result or the executable."""
 
 _facts = threading.Lock()
 """Many threads ask for keys at once, and the first answers take long: one thread finds them."""

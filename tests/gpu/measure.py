@@ -24,6 +24,7 @@ import jaxvit
 from jaxvit.bench import Report, bench, share_memory
 from jaxvit.bench.report import show
 from jaxvit.bench.subject import random_checkpoint
+from jaxvit.machine import issue_beside
 
 TOWERS = {
     "kimi": ("moonshotai/Kimi-K2.5", "1x256,1x1024,4x1024,16x1024,4x4096"),
@@ -67,6 +68,7 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stdout)
     share_memory()
+    issue_beside()
     asked.out.mkdir(parents=True, exist_ok=True)
     begun, reports = time.monotonic(), {}
     for tower in asked.towers:
