@@ -176,7 +176,7 @@ def test_the_key_changes_with_everything_that_can_change_the_result(monkeypatch)
     }
     keys = {name: json.dumps(key_of(variant, device), sort_keys=True) for name, variant in variants.items()}
     assert len(set(keys.values())) == len(keys)
-    for name, value in (("XLA_FLAGS", "--xla_dump_to=/nowhere"), ("NVIDIA_TF32_OVERRIDE", "1"), (ISSUING, "1")):
+    for name, value in (("XLA_FLAGS", "--xla_dump_to=/nowhere"), ("NVIDIA_TF32_OVERRIDE", "1"), (ISSUING, "another")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert json.dumps(key_of(program, device), sort_keys=True) not in keys.values()

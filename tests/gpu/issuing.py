@@ -8,8 +8,8 @@ with XLA's norms; ``serial`` and ``loose-serial``, with recorded graphs whose no
 
 Columns: arguments; milliseconds to issue a call, inputs the same again: on an idle device, the call before waited for
 (issue), asked for without rest (polled), waited for and some time passed (rested); behind a call that is not done
-(behind). Then one call and back to back; and one call with new inputs while so many results are kept. It needs no
-installed package: run it in the repository.
+(behind). Then one call and back to back; calls with new inputs one behind the other whose results are all kept (flow);
+and one such call while so many results are kept. It needs no installed package: run it in the repository.
 """
 
 from __future__ import annotations
@@ -88,6 +88,16 @@ def rest(out: Any) -> None:
     sleep(REST)
 
 
+def flowing(run: Callable[[Any], Any], place: Callable[[], Any]) -> float:
+    """Mean milliseconds of calls that are issued without waiting, each with inputs of its own, whose results are kept."""
+    for _ in range(WARM):
+        jax.block_until_ready(run(place()))
+    inputs = [place() for _ in range(CALLS)]
+    start = perf_counter()
+    jax.block_until_ready([run(each) for each in inputs])
+    return (perf_counter() - start) / CALLS * 1e3
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tower", choices=TOWERS)
@@ -125,7 +135,7 @@ def main() -> None:
                 cells = [issuing(run, placed, wait) for wait in (jax.block_until_ready, poll, rest)]
                 cells.append(issuing(run, placed, jax.block_until_ready, calls=2))
                 times = clock.timed(partial(run, placed), jax.block_until_ready)
-                cells += [times.one_call, times.back_to_back]
+                cells += [times.one_call, times.back_to_back, flowing(run, place)]
                 for count in kept:
                     with mock.patch.object(clock, "KEPT", count):
                         cells.append(clock.renewed(place, run, jax.block_until_ready))
@@ -142,6 +152,7 @@ def main() -> None:
         "behind",
         "one call",
         "back to back",
+        "flow",
         *(f"renewed, {one} kept" for one in kept),
     ]
     show(f"{asked.tower}, {asked.dtype}, {device.device_kind}; ms", columns, sorted(rows))
