@@ -149,12 +149,12 @@ def test_there_is_room_for_the_widest_intermediates_of_a_block(
     family = family_of(dict(manifests.load(name).files))
     monkeypatch.setattr(executable.hopper, "why_not", lambda platform, dtype: None)
     layout = weights_of(family, "cuda", "bfloat16")
-    for patches, rows in ((64, 1024), (1024, 1024), (1088, 4096), (4096, 4096)):
+    for patches, rows in ((64, 1024), (1024, 1024), (1088, 2048), (2048, 2048)):
         found = scratch.words(layout.matrices, patches, 2)
         assert found[0] * 4 == scratch.WORKSPACE
         assert [length * 2 // rows for length in found[1 : 1 + len(widths)]] == widths
         assert set(found[1 + len(widths) :]) == {rows * scratch.TABLE_WIDTH}
-    assert scratch.words(layout.matrices, 4097, 2) == ()
+    assert scratch.words(layout.matrices, 2112, 2) == ()
     program = Program(family, complete(family, {"tokens": 64}), "bfloat16", "uint8", "cuda")
     assert program.scratch == scratch.words(layout.matrices, 256, 2)
 
