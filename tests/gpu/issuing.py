@@ -89,7 +89,7 @@ def rest(out: Any) -> None:
 
 
 def flowing(run: Callable[[Any], Any], place: Callable[[], Any]) -> float:
-    """Mean milliseconds of calls that are issued without waiting, each with inputs of its own, whose results are kept."""
+    """Mean milliseconds of calls issued without waiting, each with inputs of its own, whose results are kept."""
     for _ in range(WARM):
         jax.block_until_ready(run(place()))
     inputs = [place() for _ in range(CALLS)]
