@@ -22,8 +22,8 @@ from jaxvit.buckets.launch import Launch
 
 ROWS = (1024, 2048)
 """Patches for which there is such memory: a bucket takes the smallest that suffices, so that buckets of about one size
-share theirs. Larger buckets run for longer than a graph's update takes, so it is over before the call ahead is, and have
-fewer arguments without."""
+share theirs. Larger buckets run for longer than a graph's update takes, which is then over before the call ahead, and
+have fewer arguments without."""
 WORKSPACE = 32 * 2**20
 """Bytes that a product of cuBLAS may use."""
 NARROW = 3
