@@ -64,6 +64,7 @@ def load(
         store: folder of compiled executables; None for the user's cache folder, False for none.
     Raises:
         OptionError: an argument cannot be used. CheckpointError: the files cannot. LadderError: the budgets cannot.
+        CapacityError: weights, inputs and outputs of a bucket exceed the device's memory.
     """
     checks.kind("model", model, (str, os.PathLike), "a folder's path or a hub id")
     checks.kind("processor", processor, (Mapping, type(None)), "a mapping of processing settings, or None")
@@ -252,19 +253,31 @@ class Encoder:
     # buckets
 
     def warmup(self, up_to: int | None = None, strict: bool = False) -> None:
-        """Builds every bucket's executable and runs it, so that no later call compiles.
+        """Builds every bucket's executable, then runs each, so that no later call compiles.
+
+        The executables take uint8 pixels. Those for float32 pixels are built by the first call that has some.
 
         Args:
             up_to: the largest budget to build, in tokens.
             strict: from here on, a bucket that was not built raises CapacityError instead of compiling
                 (``bucketed=False`` compiles its exact shapes all the same).
+        Raises:
+            CapacityError: a bucket does not fit on the device; none ran.
         """
         checks.positive("up_to", up_to, int, "a number of tokens")
         self.dispatcher.warmup(up_to)
         self.dispatcher.strict = strict
 
     def stats(self) -> dict[str, Any]:
-        """Counters since loading: per bucket calls, pieces, fill, milliseconds; overflows; compilations; store hits."""
+        """Counters since loading.
+
+        Returns:
+            ``buckets``: by name ("64 tokens", with further axes where buckets have as many tokens): ``calls``,
+                ``pieces``, ``fill`` (real patches over patches run) and ``milliseconds`` that the host spent on padding
+                the arrays and issuing the calls; the device's time is not in them, but where its calls wait for it.
+            ``overflows``: pieces by the bucket that they needed and the capacities that they were past.
+            ``compilations``, ``compile_seconds`` and ``store_hits``: executables compiled and loaded from the store.
+        """
         return self.dispatcher.stats()
 
 

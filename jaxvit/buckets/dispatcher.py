@@ -7,19 +7,20 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxvit.buckets import planner
 from jaxvit.buckets.devices import interleave, naming, spread
 from jaxvit.buckets.executable import Executable, Pixels, Program, compile_program
-from jaxvit.buckets.ladder import Ladder, overflow_bucket
+from jaxvit.buckets.ladder import AXES, Ladder, overflow_bucket, words
 from jaxvit.errors import CapacityError
 from jaxvit.layers.attention import runs
 from jaxvit.models.family import Bucket, Demand, Family, Item, Piece
@@ -112,7 +113,7 @@ class Output:
 
 @dataclass
 class Counts:
-    """Counters of one bucket."""
+    """Counters of one bucket. ``seconds`` are the host's: padding the arrays and issuing the calls."""
 
     calls: int = 0
     pieces: int = 0
@@ -143,6 +144,8 @@ class Dispatcher:
         attention: "auto", or the backend that every bucket uses.
         on_overflow: "compile" or "error".
         build: program, device -> executable: compiles, or loads from the store.
+    Raises:
+        CapacityError: a bucket cannot fit on a device, whatever its program needs beside weights, inputs and outputs.
     """
 
     def __init__(
@@ -165,6 +168,8 @@ class Dispatcher:
         self._building: dict[Any, threading.Lock] = defaultdict(threading.Lock)
         self._ready: dict[Key, Executable] = {}
         self._exact: OrderedDict[Any, Executable] = OrderedDict()
+        for device, one in zip(self.devices, self.weights, strict=True):
+            self._check_ladder(device, one)
 
     def plan(self, items: Sequence[Item], most: int | None = None) -> Plan:
         """Packs the items' pieces into buckets, each device with its own plan.
@@ -209,12 +214,25 @@ class Dispatcher:
         return None
 
     def _too_large(self, index: int, number: int, piece: Piece) -> CapacityError:
-        largest = self.ladder.buckets[-1]
+        nearest, axes = self.ladder.nearest(piece.demand)
         return CapacityError(
-            f"item {index}: piece {number} of {piece.rows} patches and {piece.tokens} tokens fits no bucket "
-            f"(the largest holds {largest.patches} patches, {largest.tokens} tokens); "
-            'load with larger budgets or on_overflow="compile"'
+            f"item {index}: piece {number} of {piece.rows} patches and {piece.tokens} tokens fits no bucket: it needs "
+            f"{words(piece.demand, axes)}, and the nearest bucket ({self.ladder.name(nearest)}) holds "
+            f"{words(nearest, axes)}; load with larger budgets or a ladder file whose buckets hold more "
+            f'{" and ".join(axes)}, or with on_overflow="compile"'
         )
+
+    def _check_ladder(self, device: jax.Device, weights: Sequence[jax.Array]) -> None:
+        """Refuses a bucket that cannot fit on the device, before anything is compiled. Temporaries come on top."""
+        limit = memory_limit(device)
+        if limit is None:
+            return
+        held = sum(array.nbytes for array in weights)
+        row = self.family.width * jnp.dtype(self.dtype).itemsize + 1  # and whether it is finite
+        for bucket in self.ladder.buckets:
+            inputs = sum(buffer.nbytes for buffer in self.family.buffers(bucket, "uint8"))
+            memory = {"weights": held, "inputs": inputs, "outputs": bucket.tokens * row}
+            check_memory(self.ladder.name(bucket), memory, limit, device)
 
     def _call(self, bucket: Bucket, jobs: Sequence[tuple[int, int, Piece]], device: int) -> Call:
         offsets = accumulate((piece.tokens for _, _, piece in jobs[:-1]), initial=0)
@@ -231,13 +249,16 @@ class Dispatcher:
 
         Raises:
             DeviceError: names the device that failed. The calls after it are not issued.
+            CapacityError: a bucket of the plan cannot fit on its device, or was not warmed up under ``strict``; nothing
+                ran.
         """
-        with self._lock:
-            for index, number in plan.overflows:
-                self._count_overflow(items[index].pieces[number])
+        if plan.overflows:
+            self._count_overflows([items[index].pieces[number] for index, number in plan.overflows])
         keys: list[Key] = [(call.bucket, call.pixels, call.device) for call in plan.calls]
         missing = [key for key in dict.fromkeys(keys) if key not in self._ready]
-        if len(missing) > 1:
+        if len(missing) == 1:
+            self.executable(*missing[0])
+        elif missing:
             for _ in self._built(missing):
                 pass
         return [self._run(call, [items[slot.item].pieces[slot.piece] for slot in call.slots]) for call in plan.calls]
@@ -287,15 +308,16 @@ class Dispatcher:
         with building:
             if key not in self._ready:
                 if self.strict:
+                    own = "warm it up" if pixels == "uint8" else "warmup() is for uint8: encode one such item first"
                     raise CapacityError(
-                        f"strict: the bucket of {bucket.tokens} tokens ({pixels} pixels) was not warmed up, "
-                        "and compiling after warm-up is forbidden; warm it up, or pass strict=False"
+                        f"strict: the bucket of {self.ladder.name(bucket)} ({pixels} pixels) was not warmed up, and "
+                        f"compiling after warm-up is forbidden; {own}, or pass strict=False"
                     )
                 program = self.program(bucket, pixels)
                 with naming(self.devices[device], jax.errors.JaxRuntimeError):
                     executable = self.build(program, self.devices[device])
                 self._count_build(executable)
-                check_fits(executable, memory_limit(self.devices[device]))
+                check_fits(executable, memory_limit(self.devices[device]), self.ladder.name(bucket))
                 self._ready[key] = executable
         return self._ready[key]
 
@@ -324,19 +346,26 @@ class Dispatcher:
     def warmup(self, up_to: int | None = None, progress: Callable[[Bucket, Executable], None] | None = None) -> None:
         """Builds every bucket on every device, in parallel threads; off the CPU each runs until it is at full speed.
 
+        None runs before all are built.
+
         Args:
             up_to: the largest budget to build, in tokens.
-            progress: called as each bucket is ready.
+            progress: called as each bucket is built.
+        Raises:
+            CapacityError: a bucket cannot fit on a device; nothing ran.
         """
         chosen = [bucket for bucket in self.ladder.buckets if up_to is None or bucket.tokens <= up_to]
         keys: list[Key] = [(bucket, "uint8", device) for bucket in chosen for device in range(len(self.devices))]
+        built = []
         for (bucket, _, device), executable in self._built(keys):
+            built.append((bucket, device, executable))
+            if progress:
+                progress(bucket, executable)
+        for bucket, device, executable in built:
             if executable.program.platform != "cpu":
                 arrays = executable.program.fill(self.family.example(bucket))
                 for _ in range(WARM_CALLS):
                     jax.block_until_ready(executable(self.weights[device], arrays))
-            if progress:
-                progress(bucket, executable)
 
     def _built(self, keys: Sequence[Key]) -> Iterator[tuple[Key, Executable]]:
         """Executables in order, built in parallel threads."""
@@ -359,15 +388,17 @@ class Dispatcher:
         """A copy of the counters, ready for JSON."""
         with self._lock:
             statistics = self.statistics
+            own = set(self.ladder.buckets)
+            overflows = [bucket for bucket in statistics.buckets if bucket not in own]
             return {
                 "buckets": {
-                    f"{bucket.tokens} tokens": {
+                    self.ladder.name(bucket, () if bucket in own else overflows): {
                         "calls": counts.calls,
                         "pieces": counts.pieces,
                         "fill": counts.patches / (counts.calls * bucket.patches),
                         "milliseconds": counts.seconds * 1e3,
                     }
-                    for bucket, counts in sorted(statistics.buckets.items(), key=lambda pair: pair[0].patches)
+                    for bucket, counts in sorted(statistics.buckets.items(), key=lambda pair: pair[0].capacity)
                 },
                 "overflows": dict(statistics.overflows),
                 "compilations": statistics.compilations,
@@ -383,13 +414,24 @@ class Dispatcher:
             else:
                 self.statistics.compilations += 1
 
-    def _count_overflow(self, piece: Piece) -> None:
-        bucket = overflow_bucket(self.ladder, piece.demand)
-        need = f"a bucket of {bucket.tokens} tokens, {bucket.patches} patches"
-        self.statistics.overflows[need] += 1
-        if self.statistics.overflows[need] == 1:
-            size, largest = f"{piece.rows} patches, {piece.tokens} tokens", self.ladder.buckets[-1].tokens
-            log.info("overflow: a piece of %s needs %s, past the ladder's largest (%d tokens)", size, need, largest)
+    def _count_overflows(self, pieces: Sequence[Piece]) -> None:
+        """Counts a call's overflows by the bucket they need and the capacities they are past, and logs them: a line."""
+        found: dict[str, list[Demand]] = defaultdict(list)
+        for piece in pieces:
+            bucket = overflow_bucket(self.ladder, piece.demand)
+            nearest, axes = self.ladder.nearest(piece.demand)
+            found[f"a bucket of {_sizes(bucket)}: past {words(nearest, axes)}"].append(piece.demand)
+        with self._lock:
+            self.statistics.overflows.update({need: len(demands) for need, demands in found.items()})
+        lines = [
+            f"{len(demands)} of up to {_sizes(Demand(*map(max, zip(*demands, strict=True))))} in {need}"
+            for need, demands in found.items()
+        ]
+        log.info("overflow: %d pieces that no bucket of the ladder holds: %s", len(pieces), "; ".join(lines))
+
+
+def _sizes(sizes: Bucket | Demand) -> str:
+    return words(sizes, [axis for axis in AXES if getattr(sizes, axis)])
 
 
 def memory_limit(device: jax.Device) -> int | None:
@@ -397,15 +439,28 @@ def memory_limit(device: jax.Device) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def check_fits(executable: Executable, limit: int | None) -> None:
-    """Refuses a bucket that cannot run on the device, before it runs."""
-    memory = executable.memory()
+def check_fits(executable: Executable, limit: int | None, name: str | None = None) -> None:
+    """Refuses a bucket that cannot run on the device, before it runs. ``name``: the bucket in words.
+
+    Raises:
+        CapacityError: it needs more than ``limit`` bytes.
+    """
+    name = name or words(executable.program.bucket, ["tokens"])
+    check_memory(name, executable.memory(), limit, executable.device)
+
+
+def check_memory(name: str, memory: Mapping[str, int], limit: int | None, device: jax.Device) -> None:
+    """Refuses a bucket whose parts need more than ``limit`` bytes together.
+
+    Raises:
+        CapacityError: names the bucket, and its parts in MiB.
+    """
     needed = sum(memory.values())
     if limit is not None and needed > limit:
-        parts = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in memory.items())
+        parts = ", ".join(f"{part} {size / 2**20:.0f}" for part, size in memory.items())
         raise CapacityError(
-            f"the bucket of {executable.program.bucket.tokens} tokens needs {needed / 2**20:.0f} MiB ({parts}), and "
-            f"{executable.device.device_kind} has {limit / 2**20:.0f} MiB: load with smaller budgets"
+            f"the bucket of {name} needs {needed / 2**20:.0f} MiB ({parts}), and {device.device_kind} has "
+            f"{limit / 2**20:.0f} MiB: load with smaller budgets"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -302,7 +301,7 @@ class Executable:
     def memory(self) -> dict[str, int]:
         """Bytes of weights, inputs, temporaries, outputs and code, from the executable's own analysis."""
         analysis = self.compiled.memory_analysis()
-        inputs = sum(math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in self.program.buffers)
+        inputs = sum(buffer.nbytes for buffer in self.program.buffers)
         held = sum(self.program.scratch) * scratch.WORD.itemsize
         return {
             "weights": analysis.argument_size_in_bytes - inputs - held,

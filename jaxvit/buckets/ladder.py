@@ -30,6 +30,8 @@ OVERFLOW_STEP = 1.25
 """Growth from one overflow bucket to the next."""
 ATTENTION = ("auto", *BACKENDS)
 """Attention backends that a ladder may name, whether or not this machine has them."""
+AXES = ("tokens", "patches", "segments", "windows")
+"""Axes of a bucket, as a ladder file names and sorts them."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,30 @@ class Ladder:
     def holds(self, demand: Demand) -> bool:
         """Whether a piece of that demand fits a bucket."""
         return any(bucket.holds(demand) for bucket in reversed(self.buckets))
+
+    def nearest(self, demand: Demand) -> tuple[Bucket, tuple[str, ...]]:
+        """The bucket nearest to holding a piece of that demand, and the axes on which it does not.
+
+        Of the buckets that fall short on fewest axes, the one that falls short by the least factor; the larger on ties.
+        """
+
+        def shortfall(bucket: Bucket) -> tuple[int, float]:
+            short = [need / max(room, 1) for need, room in zip(demand, bucket.capacity, strict=True) if need > room]
+            return len(short), sum(short, 0.0)
+
+        bucket = min(reversed(self.buckets), key=shortfall)
+        return bucket, tuple(axis for axis in AXES if getattr(demand, axis) > getattr(bucket, axis))
+
+    def name(self, bucket: Bucket, others: Sequence[Bucket] = ()) -> str:
+        """A bucket in words: its tokens, and where buckets have as many, the axes on which those differ.
+
+        Args:
+            bucket: of the ladder or beside it.
+            others: further buckets that it is not to be mistaken for.
+        """
+        alike = [one for one in (*self.buckets, *others, bucket) if one.tokens == bucket.tokens]
+        differ = [axis for axis in AXES[1:] if len({getattr(one, axis) for one in alike}) > 1]
+        return words(bucket, ("tokens", *differ))
 
     def up_to(self, patches: int) -> Ladder | None:
         """The buckets of at most so many patches, None if there are none."""
@@ -211,6 +237,11 @@ def overflow_bucket(ladder: Ladder, demand: Demand, step: float = OVERFLOW_STEP,
         if bucket.holds(demand):
             return bucket
         scale *= step
+
+
+def words(sizes: Bucket | Demand, axes: Iterable[str] = AXES) -> str:
+    """Capacities or needs in words, such as "64 tokens, 256 patches"."""
+    return ", ".join(f"{getattr(sizes, axis)} {axis}" for axis in axes)
 
 
 def whole_blocks(patches: int, block: int = BLOCK) -> int:

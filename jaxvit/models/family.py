@@ -5,6 +5,7 @@ The way of the data: picture -> :class:`Item` of :class:`Piece` -> plan -> buffe
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -117,6 +118,10 @@ class Buffer:
     dtype: np.dtype
     pad: Pad = "zeros"
     optional: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

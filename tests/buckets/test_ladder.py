@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jaxvit import paths
 from jaxvit.buckets.ladder import (
     ATTENTION,
+    AXES,
     BLOCK,
     Ladder,
     default_ladder,
@@ -399,6 +400,38 @@ def test_overflow_rounds_up_on_every_axis(axis: str):
 def test_overflow_starts_from_the_largest_capacity_on_each_axis():
     ladder = Ladder((Bucket(64, 1024, 4), Bucket(128, 512, 9)), "crossed")
     assert overflow_bucket(ladder, Demand(1000, 100, 1, 0)) == Bucket(128, 1024, 9)
+
+
+@pytest.mark.parametrize("axis", Demand._fields)
+def test_the_axis_on_which_a_piece_does_not_fit_is_named(axis: str):
+    bucket = Bucket(64, 256, 4, 20)
+    ladder = Ladder((replace(bucket, tokens=32), bucket), "two")
+    assert ladder.nearest(bucket.capacity) == (bucket, ())
+    demand = bucket.capacity._replace(**{axis: getattr(bucket, axis) + 1})
+    assert ladder.nearest(demand) == (bucket, (axis,))
+    assert ladder.nearest(Demand(*(need + 1 for need in bucket.capacity))) == (bucket, AXES)
+
+
+def test_the_nearest_bucket_lacks_fewest_axes_then_least():
+    wide, long = Bucket(64, 1024, 4, 3), Bucket(128, 512, 4, 2)
+    ladder = Ladder((wide, long), "crossed")
+    assert ladder.nearest(Demand(1024, 65, 1, 0)) == (wide, ("tokens",))
+    assert ladder.nearest(Demand(600, 128, 1, 0)) == (long, ("patches",))
+    assert ladder.nearest(Demand(256, 64, 1, 4)) == (wide, ("windows",))
+    assert ladder.nearest(Demand(256, 128, 1, 4)) == (long, ("windows",))
+
+
+def test_buckets_of_equal_tokens_have_names_of_their_own_and_others_keep_theirs():
+    ladder = Ladder((Bucket(64, 256, 1), Bucket(64, 256, 8), Bucket(128, 512, 8)), "alike")
+    assert [ladder.name(bucket) for bucket in ladder] == [
+        "64 tokens, 1 segments",
+        "64 tokens, 8 segments",
+        "128 tokens",
+    ]
+    larger, largest = Bucket(128, 576, 8), Bucket(128, 640, 8, 9)
+    assert ladder.name(larger) == "128 tokens, 576 patches"
+    names = [ladder.name(bucket, (larger, largest)) for bucket in (larger, largest)]
+    assert names == ["128 tokens, 576 patches, 0 windows", "128 tokens, 640 patches, 9 windows"]
 
 
 # What ships

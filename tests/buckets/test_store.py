@@ -60,6 +60,22 @@ def test_a_second_start_compiles_nothing_and_gives_the_same_bits(folder: Path, c
     assert again.stats()["compilations"] == 0
 
 
+def test_an_overflow_s_executable_is_stored_too(folder: Path, compilations):
+    [item] = load(folder).prepare(picture(300, 300))
+    first = load(folder)
+    expected = first.encode(item)[0]
+    assert first.stats()["overflows"]
+    compiled = first.stats()["compilations"]
+    assert compiled >= 1
+    compilations.reset()
+    again = load(folder)
+    assert np.array_equal(again.encode(item)[0], expected)
+    assert compilations.count == 0
+    stats = again.stats()
+    assert (stats["store_hits"], stats["compilations"]) == (compiled, 0)
+    assert stats["overflows"] == first.stats()["overflows"]
+
+
 def test_the_folder_and_its_entries_are_the_user_s_alone(filled: Path):
     assert filled.stat().st_mode & 0o777 == 0o700
     assert entry(filled).stat().st_mode & 0o777 == 0o600
