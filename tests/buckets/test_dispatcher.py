@@ -223,6 +223,17 @@ def test_a_bucket_that_is_exactly_full_on_an_axis_gives_the_exact_path_s_result(
     assert not short.plan(items).overflows
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "kimi_k25"])
+def test_a_bucket_that_one_piece_fills_on_every_axis_gives_the_exact_path_s_result(name: str, tmp_path: Path):
+    shared = encoder(name)
+    [item] = shared.prepare(picture(224, 224, 1))
+    full = load(name, budgets=roomy(name, tmp_path / "full.toml", **item.pieces[0].demand._asdict()))
+    assert full.ladder.buckets[0].capacity == item.pieces[0].demand
+    found = full.encode(item)
+    assert not found.plan.overflows
+    assert relative(found[0], shared.encode(item, bucketed=False)[0]) <= 1e-5
+
+
 @pytest.mark.parametrize(("name", "axis"), [case for case in BOUNDARY if case[1] != "segments"])
 def test_one_less_than_a_piece_needs_on_an_axis_is_an_overflow_that_names_it(name: str, axis: str, tmp_path: Path):
     shared = encoder(name)

@@ -418,7 +418,7 @@ def test_the_nearest_bucket_lacks_fewest_axes_then_least():
     assert ladder.nearest(Demand(1024, 65, 1, 0)) == (wide, ("tokens",))
     assert ladder.nearest(Demand(600, 128, 1, 0)) == (long, ("patches",))
     assert ladder.nearest(Demand(256, 64, 1, 4)) == (wide, ("windows",))
-    assert ladder.nearest(Demand(256, 128, 1, 4)) == (long, ("windows",))
+    assert ladder.nearest(Demand(256, 65, 1, 7)) == (long, ("windows",))
 
 
 def test_buckets_of_equal_tokens_have_names_of_their_own_and_others_keep_theirs():
