@@ -254,14 +254,15 @@ def test_one_less_than_a_piece_needs_on_an_axis_is_an_overflow_that_names_it(nam
     assert refusing.stats()["compilations"] == 0
 
 
-def test_a_clip_of_more_frame_pairs_than_a_bucket_has_segments_equals_the_exact_path():
-    """On the default ladder: 300 pairs of four tokens."""
-    default = load("qwen2_5_vl", budgets=None, processor={"video_min_pixels": 56 * 56})
-    assert max(bucket.segments for bucket in default.ladder) < 300
-    [item] = default.prepare(clip(600, 56, 56))
-    assert len(item.pieces) == 300
+@pytest.mark.parametrize("most", [None, 8])
+def test_a_clip_of_150_frame_pairs_equals_the_exact_path(most: int | None):
+    """On the default ladder, as it is and with fewer segments than the clip has pairs."""
+    default = load("qwen2_5_vl", budgets=None, max_pieces=most, processor={"video_min_pixels": 56 * 56})
+    [item] = default.prepare(clip(299, 56, 56))
+    assert len(item.pieces) == 150
     found = default.encode(item)
     assert not found.plan.overflows
+    assert all(len(call.slots) <= call.bucket.segments <= (most or 256) for call in found.plan.calls)
     assert relative(found[0], default.encode(item, bucketed=False)[0]) <= 1e-5
 
 
