@@ -23,8 +23,8 @@ STARTED = "JAXVIT_BENCH_STARTED"
 def starts(folder: Path, dtype: str, budgets: Sequence[int] = RUNGS, store: Path | None = None) -> dict[str, Any]:
     """Starts a process twice: on an empty store, then on the one that the first has filled.
 
-    ``build_seconds`` is the time until every rung is compiled or loaded, in parallel threads, while the first ones
-    already warm up; ``compile_seconds`` is the sum over the rungs.
+    ``build_seconds`` is the time until every rung is compiled or loaded, in parallel threads; ``compile_seconds`` is the
+    sum over the rungs. The warm-up comes after both.
 
     Args:
         store: an empty folder; None for a temporary one.
