@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxvit.buckets import planner
 from jaxvit.buckets.devices import interleave, naming, spread
-from jaxvit.buckets.executable import Executable, Pixels, Program, compile_program
+from jaxvit.buckets.executable import Executable, Pixels, Program, check_weights, compile_program
 from jaxvit.buckets.ladder import AXES, Ladder, overflow_bucket, words
 from jaxvit.errors import CapacityError
 from jaxvit.layers.attention import runs
@@ -146,6 +146,7 @@ class Dispatcher:
         build: program, device -> executable: compiles, or loads from the store.
     Raises:
         CapacityError: a bucket cannot fit on a device, whatever its program needs beside weights, inputs and outputs.
+        OptionError: the weights are not those that the family's programs take.
     """
 
     def __init__(
@@ -162,6 +163,8 @@ class Dispatcher:
         self.family, self.ladder, self.dtype = family, ladder, dtype
         self.devices, self.weights = tuple(devices), [list(one) for one in weights]
         self.attention, self.on_overflow, self.build = attention, on_overflow, build
+        for device, arrays in zip(self.devices, self.weights, strict=True):
+            check_weights(family, dtype, device, arrays)
         self.strict = False
         self.statistics = Statistics()
         self._lock = threading.Lock()

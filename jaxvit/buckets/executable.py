@@ -18,7 +18,7 @@ from jax import lax
 from jaxvit.buckets import scratch
 from jaxvit.buckets.launch import Launch, launcher, own_settings
 from jaxvit.buckets.scratch import Scratch
-from jaxvit.errors import CapacityError
+from jaxvit.errors import CapacityError, OptionError
 from jaxvit.layers import attention, hopper
 from jaxvit.layers.fuse import Pairing, Weights, bind, parameter_shapes
 from jaxvit.layers.hopper import hold
@@ -248,6 +248,7 @@ class Executable:
         self._scratch = Scratch.of(device, program.scratch) if program.scratch else None
         absent = [np.zeros(buffer.shape, buffer.dtype) for buffer in program.buffers if buffer.optional]
         names = [buffer.name for buffer in program.buffers if buffer.optional]
+        self._names = dict.fromkeys(buffer.name for buffer in program.buffers)
         self._absent = dict(zip(names, jax.device_put(absent, device), strict=True))
 
     def __call__(
@@ -257,14 +258,26 @@ class Executable:
         return self.run(weights, self.place(arrays))
 
     def place(self, arrays: Mapping[str, np.ndarray | None]) -> list[jax.Array]:
-        """The bucket's arrays on the device, in the order of the arguments."""
+        """The bucket's arrays on the device, in the order of the arguments.
+
+        Raises:
+            CapacityError: an array is missing, of another shape or dtype, or of no buffer; the message names it.
+        """
         for buffer in self.program.buffers:
-            array = arrays[buffer.name]
+            array = arrays.get(buffer.name)
+            if array is None and not buffer.optional:
+                raise CapacityError(
+                    f"buffer {buffer.name} is missing: the executable takes {buffer.dtype} {list(buffer.shape)}"
+                )
             if array is not None and (array.shape != buffer.shape or array.dtype != buffer.dtype):
                 raise CapacityError(
                     f"buffer {buffer.name}: got {array.dtype} {list(array.shape)}, "
                     f"the executable takes {buffer.dtype} {list(buffer.shape)}"
                 )
+        if unknown := [name for name in arrays if name not in self._names]:
+            raise CapacityError(
+                f"the executable has no buffer {', '.join(map(repr, unknown))}; it takes {', '.join(self._names)}"
+            )
         present = {name: array for name, array in arrays.items() if array is not None}
         placed = self._absent | dict(zip(present, jax.device_put(list(present.values()), self.device), strict=True))
         return [placed[buffer.name] for buffer in self.program.buffers]
@@ -315,6 +328,29 @@ class Executable:
 def compiler_options(program: Program) -> dict[str, Any]:
     """XLA options of a program, beside the process's XLA_FLAGS."""
     return GPU_OPTIONS if program.platform in ("gpu", "cuda") else {}
+
+
+def check_weights(family: Family, dtype: str, device: jax.Device, weights: Sequence[jax.Array]) -> None:
+    """Refuses weights that the programs of a family on a device do not take.
+
+    A launch compares no more than sizes in bytes, and would read int32 as float32. So weights are looked at once, where
+    they are handed over.
+
+    Raises:
+        OptionError: there are too many or too few, or one is of another shape or dtype; the message names it.
+    """
+    layout = weights_of(family, device.platform, dtype)
+    wanted = layout.avals(np.dtype(jnp.dtype(dtype)), jax.sharding.SingleDeviceSharding(device))
+    programs = f"{family.name}'s programs in {dtype} on {device.platform}"
+    advice = "hand in what jaxvit.load makes for this checkpoint, dtype and kind of device"
+    if len(weights) != len(wanted):
+        raise OptionError(f"weights: got {len(weights)} arrays, {programs} take {len(wanted)}; {advice}")
+    for number, (name, array, aval) in enumerate(zip(layout.names, weights, wanted, strict=True)):
+        if array.shape != aval.shape or array.dtype != aval.dtype:
+            raise OptionError(
+                f"weights: array {number} ({name}) is {array.dtype} {list(array.shape)}, {programs} take "
+                f"{aval.dtype} {list(aval.shape)}; {advice}"
+            )
 
 
 _lowering = threading.Lock()

@@ -253,6 +253,12 @@ class Weights:
         matrices = places(set(padded) - loose - packed)
         return cls(matrices, places(loose), places(packed), tuple(widenings), tuple(joined), apart)
 
+    @property
+    def names(self) -> list[str]:
+        """What each argument holds: a parameter's path, or that it is a packed array."""
+        packed = [f"packed {kind}" for kind, places in (("vectors", self.vectors), ("biases", self.biases)) if places]
+        return [name for name, _ in self.matrices] + packed + [name for name, _ in self.biases if self.apart]
+
     def avals(self, dtype: np.dtype, place: jax.sharding.Sharding) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the arguments."""
         avals = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for _, shape in self.matrices]

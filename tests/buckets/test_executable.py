@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from jaxvit.buckets import executable as executables
-from jaxvit.buckets.executable import Program, compile_program, pad
+from jaxvit.buckets.dispatcher import Dispatcher
+from jaxvit.buckets.executable import Executable, Program, compile_program, pad
 from jaxvit.buckets.ladder import complete
-from jaxvit.errors import CapacityError
+from jaxvit.errors import CapacityError, OptionError
 from jaxvit.models.family import Bucket, Buffer
 from tests.families import FAMILIES, encoder, relative
 
@@ -82,17 +83,67 @@ def test_padding_follows_the_buffer_s_rule():
         pad(Buffer("d", (4,), np.dtype(np.int32)), None)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_an_executable_refuses_a_wrong_shape_or_dtype_as_our_error(name: str):
+def example(name: str) -> tuple[Executable, dict[str, np.ndarray | None]]:
+    """The smallest bucket of a family, and arrays that fill it."""
     dispatcher = encoder(name).dispatcher
     bucket = dispatcher.ladder.buckets[0]
     executable = dispatcher.executable(bucket)
-    arrays = executable.program.fill(dispatcher.family.example(bucket))
-    pixels = arrays["pixels"]
-    assert pixels is not None
-    for wrong in (pixels[:-1], pixels.astype(np.int32), pixels[:, :-1]):
-        with pytest.raises(CapacityError, match="buffer pixels: got"):
-            executable(dispatcher.weights[0], arrays | {"pixels": wrong})
+    return executable, executable.program.fill(dispatcher.family.example(bucket))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_executable_refuses_a_wrong_shape_or_dtype_of_any_buffer_as_our_error(name: str):
+    executable, arrays = example(name)
+    for buffer in executable.program.buffers:
+        right = np.zeros(buffer.shape, buffer.dtype)
+        other = np.dtype(np.float64 if buffer.dtype == np.int32 else np.int32)
+        for wrong in (right[:-1], right.astype(other), right[..., None], right.view(f"V{buffer.dtype.itemsize}")):
+            got = re.escape(f"buffer {buffer.name}: got {wrong.dtype} {list(wrong.shape)}, the executable takes")
+            with pytest.raises(CapacityError, match=got):
+                executable.place(arrays | {buffer.name: wrong})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_executable_refuses_a_missing_and_an_unknown_buffer_by_name(name: str):
+    executable, arrays = example(name)
+    for buffer in executable.program.buffers:
+        without = {other: array for other, array in arrays.items() if other != buffer.name}
+        for lacking in (arrays | {buffer.name: None}, without):
+            if buffer.optional:
+                placed = executable.place(lacking)
+                assert len(placed) == len(executable.program.buffers)
+                assert not placed[executable.program.buffers.index(buffer)].any()
+            else:
+                with pytest.raises(CapacityError, match=f"buffer {re.escape(buffer.name)} is missing"):
+                    executable.place(lacking)
+    with pytest.raises(CapacityError, match=r"no buffer 'pixel', 'other'; it takes .*pixels"):
+        executable.place(arrays | {"pixel": arrays["pixels"], "other": None})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_that_the_programs_do_not_take_are_refused_where_they_are_handed_over(name: str):
+    known = encoder(name)
+    dispatcher, weights = known.dispatcher, known.dispatcher.weights[0]
+
+    def handed(weights: list[jax.Array]) -> Dispatcher:
+        return Dispatcher(known.family, known.ladder, known.dtype, dispatcher.devices, [weights])
+
+    handed(weights)
+    names = dispatcher.program(dispatcher.ladder.buckets[0], "uint8").weights.names
+    assert len(names) == len(weights)
+    matrix = next(place for place, array in enumerate(weights) if array.ndim == 2 and len(set(array.shape)) == 2)
+    for place in (matrix, len(weights) - 1):
+        array = weights[place]
+        wrong = [array.view(np.int32), array.reshape(-1, 1), array.T if array.ndim > 1 else array[None]]
+        assert {each.nbytes for each in wrong} == {array.nbytes}, "a launch sees no difference"
+        for each in (*wrong, array[:-1]):
+            said = re.escape(f"array {place} ({names[place]}) is {each.dtype} {list(each.shape)}")
+            with pytest.raises(OptionError, match=f"{said}, .* take {array.dtype} .*jaxvit.load"):
+                handed([*weights[:place], each, *weights[place + 1 :]])
+    with pytest.raises(
+        OptionError, match=rf"got {len(weights) - 1} arrays, {known.family.name}'s .* take {len(weights)}"
+    ):
+        handed(weights[:-1])
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -88,6 +88,12 @@ def test_biases_of_a_length_that_is_rare_stay_arguments():
         "projector.kernel",
     ]
     assert not Weights.of(shapes).biases
+    apart = Weights.of(shapes | {"norm.scale": (6,)}, biases=True, apart=True)
+    biases = [name for name, _ in apart.biases]
+    assert apart.names == [*(name for name, _ in apart.matrices), "packed vectors", "packed biases", *biases]
+    for layout in (apart, packed, Weights.of(shapes)):
+        place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        assert len(layout.names) == len(layout.avals(np.dtype(np.float32), place))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
