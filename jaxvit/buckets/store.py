@@ -11,6 +11,7 @@ against a person who can write the folder only the permissions help.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.metadata
 import json
 import logging
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,8 @@ def key_of(program: Program, device: jax.Device) -> dict[str, Any]:
     configuration, the bucket and the dtypes. Lowering it only to name it would cost most of what the store saves.
     """
     with _facts:
-        sources, versions, host = _sources(), _versions(), _host() if device.platform == "cpu" else _driver()
+        sources, versions = _sources(), _versions()
+        host = _host() if device.platform == "cpu" else [_driver(), _cudnn()]
     return {
         "sources": sources,
         "versions": versions,
@@ -204,6 +206,7 @@ def key_of(program: Program, device: jax.Device) -> dict[str, Any]:
         "device": [device.platform, device.device_kind, str(getattr(device, "compute_capability", ""))],
         "ordinal": device.id,
         "flags": [os.environ.get(name, "") for name in FLAGS],
+        "settings": [_setting(name) for name in SETTINGS],
         "options": compiler_options(program),
         "family": program.family.name,
         "config": repr(program.family.config),
@@ -217,6 +220,18 @@ def key_of(program: Program, device: jax.Device) -> dict[str, Any]:
 
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", ISSUING)
 """Of the environment: what changes the result or the executable."""
+
+SETTINGS = (
+    "jax_optimization_level",
+    "jax_memory_fitting_level",
+    "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_effort",
+    "jax_disable_most_optimizations",
+    "jax_compiler_enable_remat_pass",
+    "jax_use_shardy_partitioner",
+    "jax_xla_profile_version",
+)
+"""Of JAX's configuration: what it hands on to XLA with every program."""
 
 _facts = threading.Lock()
 """Many threads ask for keys at once, and the first answers take long: one thread finds them."""
@@ -264,6 +279,27 @@ def _driver() -> str:
         return Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return ""
+
+
+@cache
+def _cudnn() -> str:
+    """The version that is loaded, which may be the system's and of no package; "" where JAX's plugin does not say."""
+    for plugin in ("jax_cuda13_plugin", "jax_cuda12_plugin"):
+        try:
+            return str(importlib.import_module(f"{plugin}._versions").cudnn_get_version())
+        except Exception:  # no such plugin, or one that does not say
+            continue
+    return ""
+
+
+def _setting(name: str) -> str:
+    """A value of JAX's configuration, "" where this JAX has no such thing."""
+    for read in (partial(getattr, jax.config), jax.config.read):  # one gives what the other does not
+        try:
+            return str(read(name))
+        except AttributeError:
+            continue
+    return ""
 
 
 def _canonical(value: Any) -> bytes:

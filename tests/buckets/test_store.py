@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -21,6 +27,7 @@ import pytest
 import jaxvit
 from jaxvit import tiny
 from jaxvit.buckets import store as stores
+from jaxvit.buckets.executable import Program
 from jaxvit.buckets.store import Store, key_of, read_entry
 from jaxvit.errors import StoreError
 from jaxvit.machine import ISSUING
@@ -174,32 +181,197 @@ def test_a_store_whose_name_is_too_long_is_a_warning(tmp_path: Path, caplog):
     assert "cannot be written" in caplog.text
 
 
-def test_the_key_changes_with_everything_that_can_change_the_result(monkeypatch):
-    device = jax.devices()[0]
+def device_of(platform: str = "cpu", version: str = "1", **facts: object) -> jax.Device:
+    """A device that says what it is told to."""
+    client = SimpleNamespace(platform_version=version)
+    given = {"device_kind": "kind", "compute_capability": "9.0", "id": 0, **facts}
+    return mock.Mock(spec=jax.Device, platform=platform, client=client, **given)
+
+
+def at(program: Program, **facts: object) -> Program:
+    """The same program with another backend of attention behind it."""
+    changed = replace(program)
+    vars(changed)["backend"] = SimpleNamespace(**{"name": "xla", "version": "1", **facts})
+    return changed
+
+
+PROGRAMS: dict[str, tuple[str, Callable[[Program], Program]]] = {
+    "dtype": ("dtype", lambda one: replace(one, dtype="bfloat16")),
+    "pixels": ("pixels", lambda one: replace(one, pixels="float32")),
+    "tokens": ("bucket", lambda one: replace(one, bucket=replace(one.bucket, tokens=one.bucket.tokens + 1))),
+    "patches": ("bucket", lambda one: replace(one, bucket=replace(one.bucket, patches=one.bucket.patches + 64))),
+    "segments": ("bucket", lambda one: replace(one, bucket=replace(one.bucket, segments=one.bucket.segments + 1))),
+    "windows": ("bucket", lambda one: replace(one, bucket=replace(one.bucket, windows=one.bucket.windows + 1))),
+    "theta": ("config", lambda one: configured(one, rope_theta=1000.0)),
+    "blocks": ("config", lambda one: configured(one, fullatt_block_indexes=(0, 2))),
+    "mean": ("table", lambda one: normalised(one, image_mean=(0.5, 0.5, 0.5))),
+    "attention": ("attention", lambda one: at(one, name="dense")),
+    "attention's version": ("attention", lambda one: at(one, version="2")),
+}
+"""What differs -> the field of the key that has to, and how a program becomes such."""
+
+DEVICES: dict[str, tuple[str, dict[str, object]]] = {
+    "runtime": ("platform_version", {"version": "2"}),
+    "kind": ("device", {"device_kind": "another"}),
+    "capability": ("device", {"compute_capability": "10.0"}),
+    "ordinal": ("ordinal", {"id": 1}),
+}
+
+
+def configured(program: Program, **changes: object) -> Program:
+    family = program.family
+    return replace(program, family=replace(family, config=replace(family.config, **changes)))
+
+
+def normalised(program: Program, **changes: object) -> Program:
+    family = program.family
+    return replace(program, family=replace(family, settings=replace(family.settings, **changes)))
+
+
+@pytest.fixture
+def program() -> Program:
     dispatcher = encoder("qwen2_5_vl").dispatcher
-    program = dispatcher.program(dispatcher.ladder.buckets[0], "uint8")
-    family, bucket = program.family, program.bucket
-    variants = {
-        "itself": program,
-        "dtype": replace(program, dtype="bfloat16"),
-        "pixels": replace(program, pixels="float32"),
-        "patches": replace(program, bucket=replace(bucket, patches=bucket.patches + 64)),
-        "segments": replace(program, bucket=replace(bucket, segments=bucket.segments + 1)),
-        "attention": replace(program, bucket=replace(bucket, attention="xla")),
-        "theta": replace(program, family=replace(family, config=replace(family.config, rope_theta=1000.0))),
-        "blocks": replace(program, family=replace(family, config=replace(family.config, fullatt_block_indexes=(0, 2)))),
-        "mean": replace(program, family=replace(family, settings=replace(family.settings, image_mean=(0.5, 0.5, 0.5)))),
-    }
-    keys = {name: json.dumps(key_of(variant, device), sort_keys=True) for name, variant in variants.items()}
-    assert len(set(keys.values())) == len(keys)
-    for name, value in (("XLA_FLAGS", "--xla_dump_to=/nowhere"), ("NVIDIA_TF32_OVERRIDE", "1"), (ISSUING, "another")):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, value)
-            assert json.dumps(key_of(program, device), sort_keys=True) not in keys.values()
-    for name in ("_sources", "_versions", "_host"):
+    return dispatcher.program(replace(dispatcher.ladder.buckets[0], attention="xla"), "uint8")
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_the_key_changes_with_each_thing_that_can_change_the_result(
+    platform: str, program: Program, monkeypatch: pytest.MonkeyPatch
+):
+    program, device = at(program), device_of(platform)
+    original, seen, fields = key_of(program, device), set[str](), set[str]()
+
+    def compare(what: str, field: str, key: dict[str, Any]) -> None:
+        """Of everything in the key that field alone is another, and it was never the same before."""
+        assert {name for name in original if key[name] != original[name]} == {field}, what
+        text = json.dumps(key, sort_keys=True)
+        assert text not in seen, what
+        seen.add(text)
+        fields.add(field)
+
+    for what, (field, change) in PROGRAMS.items():
+        changed = change(program)
+        compare(what, field, key_of(changed if field == "attention" else at(changed), device))
+    for what, (field, facts) in DEVICES.items():
+        compare(what, field, key_of(program, device_of(platform, **facts)))
+    if platform != "cpu":  # whose host is described by other facts
+        compare("platform", "device", key_of(program, device_of("rocm")))
+    hosts = ["_host"] if platform == "cpu" else ["_driver", "_cudnn"]
+    for name, field in {"_sources": "sources", "_versions": "versions", **dict.fromkeys(hosts, "host")}.items():
         with monkeypatch.context() as patch:
             patch.setattr(stores, name, lambda: "changed")
-            assert json.dumps(key_of(program, device), sort_keys=True) not in keys.values()
+            compare(name, field, key_of(program, device))
+    with monkeypatch.context() as patch:
+        patch.setattr(stores, "compiler_options", lambda program: {"an_option": program.platform})
+        compare("options", "options", key_of(program, device))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(program.family), "name", "another")
+        compare("family", "family", key_of(program, device))
+    for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", ISSUING):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "another")
+            compare(name, "flags", key_of(program, device))
+    with monkeypatch.context() as patch:
+        patch.setattr(stores, "_setting", lambda name: "changed" if name == "jax_optimization_level" else "")
+        compare("setting", "settings", key_of(program, device))
+    assert fields == set(original), "every field of the key was another once"
+    other = json.dumps(key_of(program, device_of("cuda" if platform == "cpu" else "cpu")), sort_keys=True)
+    assert other not in {*seen, json.dumps(original, sort_keys=True)}
+
+
+SETTINGS = {
+    "jax_optimization_level": "O1",
+    "jax_memory_fitting_level": "O1",
+    "jax_exec_time_optimization_effort": 0.5,
+    "jax_memory_fitting_effort": 0.5,
+    "jax_disable_most_optimizations": True,
+    "jax_compiler_enable_remat_pass": False,
+    "jax_use_shardy_partitioner": False,
+    "jax_xla_profile_version": 7,
+}
+
+
+def test_the_key_changes_with_each_setting_of_jax_that_reaches_the_compiler(program: Program):
+    assert set(SETTINGS) == set(stores.SETTINGS)
+    device, keys = jax.devices()[0], list[str]()
+    before = {name: holder.value for name, holder in jax.config._value_holders.items() if name in SETTINGS}
+    assert len(before) > 4, "this JAX knows most of them"
+    for name, value in before.items():
+        keys.append(json.dumps(key_of(program, device)))
+        jax.config.update(name, SETTINGS[name])
+        try:
+            keys.append(json.dumps(key_of(program, device)))
+        finally:
+            jax.config.update(name, value)
+    assert len(set(keys[::2])) == 1, "with everything as it was"
+    assert len(set(keys[1::2])) == len(before)
+    assert keys[0] not in keys[1::2]
+    assert stores._setting("jax_no_such_setting") == ""
+
+
+def test_what_jaxs_compile_options_are_made_of_is_in_the_key_or_known():
+    """Of the settings that JAX reads when it makes compile options, none is forgotten."""
+    compiler = pytest.importorskip("jax._src.compiler")
+    source = inspect.getsource(compiler.get_compile_options)
+    held = {holder: name for name, holder in jax.config._value_holders.items()}
+    read = {held[getattr(compiler.config, name)] for name in re.findall(r"\bconfig\.(\w+)\.value", source)}
+    read |= {held[getattr(compiler, name)] for name in re.findall(r"\b(_[A-Z_]+)\.value", source)}
+    # Where JAX's own cache lies and what it keeps there: files, and no other code.
+    assert read - {"jax_compilation_cache_dir", "jax_persistent_cache_enable_xla_caches"} <= set(stores.SETTINGS)
+    assert "jax_optimization_level" in read
+
+
+OTHER_SETTINGS = {
+    "jax_default_matmul_precision": "highest",
+    "jax_numpy_dtype_promotion": "standard",
+    "jax_numpy_rank_promotion": "raise",
+    "jax_enable_x64": True,
+    "jax_debug_nans": True,
+    "jax_debug_infs": True,
+    "jax_disable_jit": True,
+    "jax_default_prng_impl": "rbg",
+    "jax_threefry_partitionable": False,
+    "jax_softmax_custom_jvp": False,
+    "jax_default_device": None,
+}
+"""Settings that are not in the key."""
+
+
+def test_settings_that_are_not_in_the_key_do_not_change_the_program():
+    dispatcher, device = encoder("lfm2_5_vl").dispatcher, jax.devices()[0]
+    program = dispatcher.program(dispatcher.ladder.buckets[0], "uint8")
+    key, text = key_of(program, device), program.lower(device).as_text()
+    different = []
+    for name, value in OTHER_SETTINGS.items():
+        before = getattr(jax.config, name)
+        jax.config.update(name, jax.devices()[1] if name == "jax_default_device" else value)
+        try:
+            assert key_of(program, device) == key
+            if program.lower(device).as_text() != text:
+                different.append(name)
+        finally:
+            jax.config.update(name, before)
+    assert not different
+
+
+def test_the_cudnn_that_is_loaded_is_in_the_key_of_a_gpu(program: Program, monkeypatch: pytest.MonkeyPatch):
+    def key(**plugin: object) -> str:
+        with monkeypatch.context() as patch:
+            for name in ("jax_cuda13_plugin._versions", "jax_cuda12_plugin._versions"):
+                found = plugin.get(name.split("_")[1])
+                patch.setitem(sys.modules, name.split(".")[0], None if found is None else SimpleNamespace())
+                patch.setitem(sys.modules, name, found)
+            stores._cudnn.cache_clear()
+            return json.dumps(key_of(program, device_of("cuda")))
+
+    def says(number: int) -> SimpleNamespace:
+        return SimpleNamespace(cudnn_get_version=lambda: number)
+
+    keys = [key(), key(cuda13=says(91300)), key(cuda13=says(92400)), key(cuda12=says(90100))]
+    assert len(set(keys)) == 4
+    assert "92400" in keys[2]
+    assert key(cuda13=SimpleNamespace()) == keys[0], "a plugin that does not say"
+    stores._cudnn.cache_clear()
 
 
 def test_versions_are_those_of_the_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
