@@ -110,6 +110,8 @@ class Store:
             payload = pickle.dumps(serialize_executable.serialize(executable.compiled))
             facts = {"seconds": round(executable.seconds, 3), "bytes": len(payload), "memory": executable.memory()}
             write_entry(path, key_of(program, device), payload, facts)
+        except IsADirectoryError:  # this entry's fault alone: others are kept
+            log.warning("executable store: %s is a folder, so its executable is not kept: remove it", path)
         except OSError as error:
             self._unwritable(error)
         except Exception as error:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import inspect
+import io
 import json
 import logging
 import os
+import pickle
 import re
+import stat
 import subprocess
 import sys
 import threading
@@ -28,7 +32,7 @@ import jaxvit
 from jaxvit import tiny
 from jaxvit.buckets import store as stores
 from jaxvit.buckets.executable import Program
-from jaxvit.buckets.store import Store, key_of, read_entry
+from jaxvit.buckets.store import Store, key_of, read_entry, write_entry
 from jaxvit.errors import StoreError
 from jaxvit.machine import ISSUING
 from tests.families import checkpoint, encoder, picture
@@ -153,6 +157,108 @@ def test_an_entry_that_others_can_write_is_refused_and_replaced(filled: Path, ca
         load(filled).encode(picture(64, 64))
     assert "group or others may write it" in caplog.text
     assert entry(filled).stat().st_mode & 0o777 == 0o600
+
+
+def test_an_entry_of_another_user_is_refused_and_replaced(filled: Path, caplog, monkeypatch: pytest.MonkeyPatch):
+    status = os.fstat
+
+    def foreign(handle: int) -> os.stat_result:
+        found = list(status(handle))
+        found[stat.ST_UID] = 4321
+        return os.stat_result(found)
+
+    with caplog.at_level(logging.WARNING, "jaxvit"), monkeypatch.context() as patch:
+        patch.setattr(stores.os, "fstat", foreign)
+        patch.setattr(stores.pickle, "loads", lambda *_: pytest.fail("deserialised"))
+        again = load(filled)
+        again.encode(picture(64, 64))
+    assert f"{entry(filled)} is not used" in caplog.text
+    assert "it belongs to user 4321, neither you nor root" in caplog.text
+    assert again.stats()["compilations"] == 1
+    assert_kept(filled, caplog)
+
+
+def assert_kept(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The next start loads the one bucket, and nothing is said."""
+    caplog.clear()
+    following = load(folder)
+    following.encode(picture(64, 64))
+    assert following.stats()["store_hits"] == 1
+    assert not caplog.text
+    assert not list(folder.glob(".writing-*"))
+
+
+@pytest.mark.parametrize("kind", ["no pickle", "another pickle", "no executable"])
+def test_a_whole_entry_that_cannot_be_deserialised_is_reported_and_compiled_again(filled: Path, caplog, kind: str):
+    path = entry(filled)
+    key = json.loads(path.read_bytes().split(b"\n", 1)[0])["key"]
+    _, *trees = pickle.loads(path.read_bytes().split(b"\n", 1)[1])
+    junk = {"no pickle": b"junk", "another pickle": pickle.dumps(7), "no executable": pickle.dumps((b"junk", *trees))}
+    write_entry(path, key, junk[kind], {})
+    assert read_entry(path, key) == junk[kind], "its digest is right"
+    with caplog.at_level(logging.WARNING, "jaxvit"):
+        again = load(filled)
+        again.encode(picture(64, 64))
+    assert f"{path} is not used and will be compiled again" in caplog.text
+    assert again.stats()["compilations"] == 1
+    assert_kept(filled, caplog)
+
+
+def in_place(kind: str, path: Path) -> None:
+    """Puts something that is no file in an entry's place."""
+    path.unlink()
+    if "folder" in kind:
+        path.mkdir()
+    if kind == "a folder with a file":
+        (path / "file").touch()
+    if kind == "a pipe":
+        os.mkfifo(path)
+    if kind == "a loop":
+        path.symlink_to(path)
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a folder with a file", "a pipe", "a loop"])
+def test_what_is_no_file_in_an_entrys_place_is_that_entrys_fault_alone(filled: Path, caplog, kind: str):
+    path = entry(filled)
+    in_place(kind, path)
+    with caplog.at_level(logging.WARNING, "jaxvit"):
+        again = load(filled, budgets=[64, 128])
+        again.warmup()
+    assert f"{path} is not used and will be compiled again" in caplog.text
+    assert "cannot be written" not in caplog.text
+    assert again.stats()["compilations"] == 2
+    kept = [each for each in filled.iterdir() if each.is_file()]
+    if "folder" in kind:
+        assert f"{path} is a folder, so its executable is not kept: remove it" in caplog.text
+        assert len(kept) == len(list(filled.iterdir())) - 1 == 1, "the other bucket's entry is there, and no temporary"
+        for inside in path.iterdir():
+            inside.unlink()
+        path.rmdir()
+        load(filled).warmup()
+    else:
+        assert len(kept) == len(list(filled.iterdir())) == 2
+    assert_kept(filled, caplog)
+
+
+def test_a_full_disk_is_a_warning_and_leaves_nothing_behind(folder: Path, caplog, monkeypatch: pytest.MonkeyPatch):
+    class Full(io.FileIO):
+        """A disk that is full after the first thousand bytes."""
+
+        def write(self, data: Any) -> int:
+            if self.tell() >= 1000:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(memoryview(data)[:1000])
+
+    with caplog.at_level(logging.WARNING, "jaxvit"), monkeypatch.context() as patch:
+        patch.setattr(stores.os, "fdopen", lambda handle, mode: io.BufferedWriter(Full(handle, mode)))
+        full = load(folder, budgets=[64, 128])
+        full.warmup()
+        rows = full.encode(picture(64, 64))[0]
+    assert re.search("cannot be written, executables are not kept: .*No space left", caplog.text)
+    assert list(folder.iterdir()) == []
+    assert full.stats()["compilations"] == 2
+    assert np.array_equal(rows, load(folder).encode(picture(64, 64))[0])
+    assert_kept(folder, caplog)
 
 
 def test_a_store_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog):
@@ -422,21 +528,54 @@ def test_an_entry_of_another_key_is_not_read(filled: Path):
     assert read_entry(filled / "absent.executable", {}) is None
 
 
-def test_two_processes_fill_one_store_at_once(folder: Path, root: Path):
-    script = (
-        "import sys, jaxvit\n"
-        "from tests.families import picture\n"
-        "encoder = jaxvit.load(sys.argv[1], dtype='float32', budgets=[64, 128], store=sys.argv[2])\n"
-        "encoder.warmup()\n"
-        "print(float(encoder.encode(picture(64, 64))[0].sum()))\n"
-    )
-    command = [sys.executable, "-c", script, str(checkpoint("lfm2_5_vl")), str(folder)]
-    both = [subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+FILLS = """
+import json, sys, time
+from pathlib import Path
+import jaxvit
+from jaxvit.buckets import store as stores
+from tests.families import picture
+
+checkpoint, folder, met, name, other = sys.argv[1:]
+encoder = jaxvit.load(checkpoint, dtype="float32", budgets=[64, 128], store=folder)
+compile_program = stores.compile_program
+
+
+def both(program, device):
+    (Path(met) / f"{name} {program.bucket.tokens}").touch()
+    deadline = time.monotonic() + 200
+    while not (Path(met) / f"{other} {program.bucket.tokens}").exists():
+        assert time.monotonic() < deadline, f"{other} compiles no bucket of {program.bucket.tokens} tokens"
+        time.sleep(0.01)
+    return compile_program(program, device)
+
+
+stores.compile_program = both
+encoder.warmup()
+stats = encoder.stats()
+print(json.dumps([stats["compilations"], stats["store_hits"], encoder.encode(picture(64, 64))[0].tolist()]))
+"""
+"""A process that compiles a bucket only once another has missed it, too."""
+
+
+def test_two_processes_fill_one_store_at_once(folder: Path, root: Path, tmp_path: Path, caplog):
+    (tmp_path / "met").mkdir()
+    command = [sys.executable, "-c", FILLS, str(checkpoint("lfm2_5_vl")), str(folder), str(tmp_path / "met")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    both = [subprocess.Popen([*command, *names], cwd=root, **pipes) for names in (("a", "b"), ("b", "a"))]
     results = [process.communicate(timeout=240) for process in both]
     assert [process.returncode for process in both] == [0, 0], results
-    assert results[0][0] == results[1][0]
-    assert len(list(folder.glob("*.executable"))) == 2
-    assert not list(folder.glob(".writing-*"))
+    assert not any(b"executable store" in errors for _, errors in results), "neither was warned"
+    one, other = (json.loads(output) for output, _ in results)
+    assert one[:2] == other[:2] == [2, 0], "each compiled every bucket"
+    assert one[2] == other[2]
+    assert len(list(folder.glob("*.executable"))) == len(list(folder.iterdir())) == 2
+
+    third = load(folder, budgets=[64, 128])
+    with caplog.at_level(logging.WARNING, "jaxvit"):
+        third.warmup()
+    assert not caplog.text
+    assert (third.stats()["compilations"], third.stats()["store_hits"]) == (0, 2)
+    assert third.encode(picture(64, 64))[0].tolist() == one[2]
 
 
 def test_threads_build_one_bucket_once(folder: Path):

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxvit.buckets.store import SUFFIX, Store, read_entry, write_entry
 from jaxvit.errors import StoreError
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None
 
 KEY = {
     "sources": "5f" * 32,
@@ -125,3 +134,88 @@ def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path: Path):
     with pytest.raises(StoreError, match="cannot be read"):
         read_entry(loop, KEY)
     assert Store(tmp_path).entries() == []
+
+
+class Stop(BaseException):
+    """What ends a write."""
+
+
+STOPS = (Stop, KeyboardInterrupt, MemoryError, OSError)
+OTHER = random.Random(8).randbytes(2**20)
+
+
+class Half(io.FileIO):
+    """A file whose second write is stopped; the first takes half of what it is given."""
+
+    def __init__(self, handle: int, mode: str, stop: type[BaseException]):
+        super().__init__(handle, mode)
+        self.stop = stop
+
+    def write(self, data: Any) -> int:
+        if self.tell():
+            raise self.stop
+        return super().write(memoryview(data)[: len(data) // 2])
+
+
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("where", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("before", [PAYLOAD, None])
+def test_a_write_that_is_stopped_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException], where: str, before: bytes | None
+):
+    path = tmp_path / ("entry" + SUFFIX)
+    if before is not None:
+        write_entry(path, KEY, before, {})
+
+    def stopped(*_: object) -> None:
+        raise stop
+
+    with monkeypatch.context() as patch:
+        if where == "write":
+            patch.setattr(os, "fdopen", lambda handle, mode: io.BufferedWriter(Half(handle, mode, stop)))
+        else:
+            patch.setattr(os, where, stopped)
+        with pytest.raises(stop):
+            write_entry(path, KEY, OTHER, {})
+    assert read_entry(path, KEY) == before
+    assert list(tmp_path.iterdir()) == ([] if before is None else [path]), "no temporary is left"
+    write_entry(path, KEY, OTHER, {})
+    assert read_entry(path, KEY) == OTHER
+
+
+@pytest.mark.skipif(resource is None, reason="limits the size of files")
+def test_a_write_that_the_system_stops_leaves_what_was_there(tmp_path: Path):
+    path = tmp_path / ("entry" + SUFFIX)
+    write_entry(path, KEY, PAYLOAD, {})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(OTHER) // 2, limits[1]))
+        with pytest.raises(OSError, match="File too large"):
+            write_entry(path, KEY, OTHER, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert read_entry(path, KEY) == PAYLOAD
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_readers_beside_a_writer_see_whole_entries(tmp_path: Path):
+    path = tmp_path / ("entry" + SUFFIX)
+    write_entry(path, KEY, PAYLOAD, {})
+    done, seen = threading.Event(), set[bytes | None]()
+
+    def read() -> None:
+        while not done.is_set():
+            seen.add(read_entry(path, KEY))  # a StoreError if it is damaged
+
+    with ThreadPoolExecutor(2) as pool:
+        readers, number = [pool.submit(read) for _ in range(2)], 0
+        try:
+            while number < 100 or (len(seen) < 2 and not any(reader.done() for reader in readers)):
+                write_entry(path, KEY, (OTHER, PAYLOAD)[number % 2], {})
+                number += 1
+        finally:
+            done.set()
+        for reader in readers:
+            reader.result()
+    assert seen == {PAYLOAD, OTHER}
+    assert list(tmp_path.iterdir()) == [path]
