@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
 import os
@@ -26,11 +27,12 @@ import pytest
 import jaxvit
 from jaxvit import encoder as encoders
 from jaxvit import encodings
-from jaxvit.buckets.dispatcher import Output
+from jaxvit.buckets.dispatcher import COMPILE_STACK, Output
 from jaxvit.buckets.executable import Executable, Program
 from jaxvit.errors import CapacityError, DependencyError, MediaError, NumericsError
 from jaxvit.layers.linear import Linear
 from jaxvit.models.family import Item, Piece
+from jaxvit.threads import with_stack
 from tests.families import BUDGETS, FAMILIES, VIDEO, checkpoint, clip, encoder, media, picture, reweighted
 
 ONE_OF_EACH = ("qwen2_5_vl", "kimi_k25", "lfm2_5_vl")
@@ -291,19 +293,111 @@ def test_one_result_may_be_read_by_many_threads():
     assert all(same_bits(arrays, expected) for arrays in read.values())
 
 
-def test_threads_that_compile_leave_the_process_its_stack_size():
-    assert threading.stack_size() == 0
+def test_threads_that_compile_leave_the_process_its_stack_size(monkeypatch: pytest.MonkeyPatch):
+    default, told, stack_size = threading.stack_size(), list[int](), threading.stack_size
+
+    def slowly(*size: int) -> int:
+        before = stack_size(*size)
+        told.extend(size)
+        time.sleep(0.05)  # another thread that starts one would come in now
+        return before
+
+    monkeypatch.setattr(threading, "stack_size", slowly)
     fresh = load("lfm2_5_vl")
-    sizes: set[int] = set()
     threads = [threading.Thread(target=fresh.warmup) for _ in range(4)]
     for thread in threads:
         thread.start()
-    while any(thread.is_alive() for thread in threads):
-        sizes.add(threading.stack_size())
-        time.sleep(0.01)
-    assert threading.stack_size() == 0
+    for thread in threads:
+        thread.join()
     assert fresh.stats()["compilations"] == len(BUDGETS)
-    assert sizes
+    assert told == [COMPILE_STACK, default] * len(BUDGETS), "set for one start at a time, and put back"
+    assert stack_size() == default
+
+
+class Attributes(ctypes.Union):
+    """Room for a pthread_attr_t."""
+
+    _fields_ = (("size", ctypes.c_char * 64), ("align", ctypes.c_long))
+
+
+def stack() -> int:
+    """Bytes of stack that this thread really has."""
+    pthread, attributes, size = ctypes.CDLL(None), Attributes(), ctypes.c_size_t()
+    pthread.pthread_self.restype = ctypes.c_ulong
+    assert not pthread.pthread_getattr_np(ctypes.c_ulong(pthread.pthread_self()), ctypes.byref(attributes))
+    assert not pthread.pthread_attr_getstacksize(ctypes.byref(attributes), ctypes.byref(size))
+    pthread.pthread_attr_destroy(ctypes.byref(attributes))
+    return size.value
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux's C library for a thread's stack")
+def test_whatever_compiles_has_a_large_stack_whoever_asks_for_it(monkeypatch: pytest.MonkeyPatch):
+    """The caller has a stack in which a deep tower may not compile."""
+    fresh, media = load("lfm2_5_vl", budgets=[64, 128]), [picture(64, 64)]
+    piece, sizes, own = fresh.prepare(media)[0].pieces[0], list[int](), list[int]()
+
+    def measured(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given, **options: sizes.append(stack()) or function(*given, **options)
+
+    for owner, name in ((Program, "apply"), (jax.stages.Lowered, "compile")):
+        monkeypatch.setattr(owner, name, measured(getattr(owner, name)))
+    for ask in (
+        lambda: fresh.encode(media),  # one bucket is missing
+        fresh.warmup,
+        lambda: fresh.encode(media, bucketed=False),
+        lambda: fresh.dispatcher.intermediates(piece),
+    ):
+        sizes.clear()
+        previous = threading.stack_size(2**20)
+        try:
+            caller = threading.Thread(target=lambda ask=ask: own.append(stack()) or ask())
+            caller.start()
+        finally:
+            threading.stack_size(previous)
+        caller.join()
+        assert sizes
+        assert min(sizes) >= 60 * 2**20
+    assert len(own) == 4
+    assert max(own) <= 2 * 2**20
+    assert fresh.stats()["compilations"] == 2
+
+
+def test_programs_are_lowered_one_by_one_and_compiled_in_parallel(monkeypatch: pytest.MonkeyPatch):
+    lower, compiled = Program.lower, jax.stages.Lowered.compile
+    inside, most = list[int](), list[int]()
+    together = threading.Barrier(2, timeout=60)
+
+    def lowering(*given: Any, **options: Any) -> Any:
+        inside.append(1)
+        most.append(len(inside))
+        try:
+            time.sleep(0.3)  # the other thread would come in now
+            return lower(*given, **options)
+        finally:
+            inside.pop()
+
+    def compiling(*given: Any, **options: Any) -> Any:
+        together.wait()  # for the other: a BrokenBarrierError if it does not come while this one compiles
+        return compiled(*given, **options)
+
+    monkeypatch.setattr(Program, "lower", lowering)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiling)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    fresh = load("lfm2_5_vl", budgets=[64, 128])
+    fresh.warmup()
+    assert fresh.stats()["compilations"] == 2
+    assert most == [1, 1]
+
+
+def test_an_error_in_a_thread_with_a_large_stack_is_the_callers():
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        with_stack(COMPILE_STACK, stop)
+    with pytest.raises(ZeroDivisionError):
+        with_stack(COMPILE_STACK, divmod, 1, 0)
+    assert with_stack(COMPILE_STACK, divmod, 7, 2) == (3, 1)
 
 
 # Interrupts

@@ -24,7 +24,7 @@ from jaxvit.buckets.ladder import AXES, Ladder, overflow_bucket, words
 from jaxvit.errors import CapacityError
 from jaxvit.layers.attention import runs
 from jaxvit.models.family import Bucket, Demand, Family, Item, Piece
-from jaxvit.threads import submitted
+from jaxvit.threads import submitted, with_stack
 
 log = logging.getLogger("jaxvit")
 
@@ -33,12 +33,10 @@ WARM_CALLS = 3
 minutes a call and the first call is as fast as any: none."""
 
 COMPILE_STACK = 64 * 2**20
-"""Bytes of stack of a compiling thread."""
+"""Bytes of stack of a compiling thread: XLA recurses deeply on unrolled towers, and whoever encodes may have little."""
 
 EXACT_CACHE = 16
 """Executables of exact shapes (``bucketed=False``) kept at a time."""
-
-_starting_threads = threading.Lock()
 
 Key = tuple[Bucket, Pixels, int]
 """What an executable is built for; the last is the device's place in the dispatcher's list."""
@@ -318,7 +316,7 @@ class Dispatcher:
                     )
                 program = self.program(bucket, pixels)
                 with naming(self.devices[device], jax.errors.JaxRuntimeError):
-                    executable = self.build(program, self.devices[device])
+                    executable = with_stack(COMPILE_STACK, self.build, program, self.devices[device])
                 self._count_build(executable)
                 check_fits(executable, memory_limit(self.devices[device]), self.ladder.name(bucket))
                 self._ready[key] = executable
@@ -331,7 +329,7 @@ class Dispatcher:
             if key in self._exact:
                 self._exact.move_to_end(key)
                 return self._exact[key]
-        executable = compile_program(program, self.devices[0])
+        executable = with_stack(COMPILE_STACK, compile_program, program, self.devices[0])
         with self._lock:
             self._exact[key] = executable
             while len(self._exact) > EXACT_CACHE:
@@ -340,7 +338,8 @@ class Dispatcher:
 
     def intermediates(self, piece: Piece) -> dict[str, np.ndarray]:
         """Named intermediates of one piece on the exact path: float32 arrays. Compiles at each call."""
-        return self._exact_program(piece).intermediates(self.devices[0], self.weights[0], piece)
+        program = self._exact_program(piece)
+        return with_stack(COMPILE_STACK, program.intermediates, self.devices[0], self.weights[0], piece)
 
     def _exact_program(self, piece: Piece) -> Program:
         bucket = exact_bucket(piece.demand)
@@ -372,14 +371,8 @@ class Dispatcher:
 
     def _built(self, keys: Sequence[Key]) -> Iterator[tuple[Key, Executable]]:
         """Executables in order, built in parallel threads."""
-        # XLA recurses deeply on unrolled towers, and threads start with a smaller stack than the main one.
-        with ThreadPoolExecutor(min(len(keys), os.cpu_count() or 1) or 1, "jaxvit-compile") as pool:
-            with _starting_threads:  # the size is the process's: set while the pool starts its threads, and no longer
-                previous = threading.stack_size(COMPILE_STACK)
-                try:
-                    built = [submitted(pool, self.executable, *key) for key in keys]
-                finally:
-                    threading.stack_size(previous)
+        with ThreadPoolExecutor(min(len(keys), os.cpu_count() or 1) or 1, "jaxvit-build") as pool:
+            built = [submitted(pool, self.executable, *key) for key in keys]
             try:
                 for key, future in zip(keys, built, strict=True):
                     yield key, future.result()
