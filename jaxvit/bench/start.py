@@ -23,7 +23,7 @@ STARTED = "JAXVIT_BENCH_STARTED"
 def starts(folder: Path, dtype: str, budgets: Sequence[int] = RUNGS, store: Path | None = None) -> dict[str, Any]:
     """Starts a process twice: on an empty store, then on the one that the first has filled.
 
-    ``build_seconds`` is the time until every rung is compiled or loaded, in parallel threads; ``compile_seconds`` is the
+    ``build_seconds`` is the time until every rung is compiled or loaded, in parallel threads; ``compile_seconds`` the
     sum over the rungs. The warm-up comes after both.
 
     Args:
