@@ -22,6 +22,7 @@ from jaxvit.buckets.ladder import default_ladder
 from jaxvit.models import family_of
 from jaxvit.models.family import Family
 from jaxvit.sheet import EDGE, FAINT, INK, OURS, Words, figure_of, line
+from jaxvit.tune import PARTS
 from jaxvit.weights import manifests
 from jaxvit.weights.files import read_config_files
 
@@ -178,6 +179,8 @@ COLUMNS = {
     "share_of_floor": ("share of the floor", lambda value: f"{value:.2f}"),
 }
 """Column of a ladder's record (``jaxvit/bench/record.py``) -> its head and how a value is written."""
+BETWEEN = {"few_large_ms": "between its neighbours", "many_small_ms": "between its neighbours", "share_of_floor": "-"}
+"""What stands in the columns of a bucket whose calls were not timed."""
 
 
 def tuned_tables() -> str:
@@ -188,8 +191,11 @@ def tuned_tables() -> str:
         return ""
     head = (
         "## Tuned ladders that ship\n\n"
-        "Each is taken by `budgets=None` where family, sizes and device are those of the file. Few large, many small:\n"
-        "a call of the full bucket, back to back, by the size of its pieces. The floor's share is for few large ones.\n"
+        "Each is taken by `budgets=None` where family, sizes and device are those of the file. The two times are of a\n"
+        "call of the full bucket, back to back: few large fills it by as few pieces as are legal, many small by equal\n"
+        f"shares, the most of {', '.join(map(str, PARTS[1:]))} that bucket and pieces allow. A bucket between its\n"
+        "neighbours was not timed; its cost is interpolated. The floor's share is for few large ones. Buckets are\n"
+        "compiled in parallel threads, which share the processor: alone, each would take fewer seconds than listed.\n"
     )
     return "\n".join([head, *tables])
 
@@ -198,6 +204,7 @@ def _tuned_table(path: Path, name: str) -> str:
     content = tomllib.loads(path.read_text(encoding="utf-8"))
     match, record, buckets = content.get("match", {}), content.get("record", {}), content["bucket"]
     columns = {key: said for key, said in COLUMNS.items() if len(record.get(key, ())) == len(buckets)}
+    between = record.get("interpolated", ())
     facts = [f"{key} {record[key]}" for key in ("dtype", "jax", "driver") if key in record]
     sizes = ", ".join(f"{key} {value}" for key, value in match.get("sizes", {}).items())
     heads = ["tokens", "patches", "attention", *(head for head, _ in columns.values())]
@@ -210,7 +217,9 @@ def _tuned_table(path: Path, name: str) -> str:
     ]
     for index, bucket in enumerate(buckets):
         cells = [f"{bucket['tokens']:,}", f"{bucket['patches']:,}" if "patches" in bucket else "-"]
-        cells += [bucket.get("attention", "auto"), *(write(record[key][index]) for key, (_, write) in columns.items())]
+        cells.append(bucket.get("attention", "auto"))
+        marks = BETWEEN if bucket["tokens"] in between else {}
+        cells += [marks.get(key) or write(record[key][index]) for key, (_, write) in columns.items()]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 

@@ -165,6 +165,7 @@ def tune(
     for name, reason in absent.items():
         told(f"attention {name} is left out: {reason}")
     measured = _backends(encoder, list(candidates), lambda: late(0.5), told)
+    built = [one.bucket for one in measured]  # as the dispatcher knows them: with measured costs it would build anew
     _build(encoder, measured, told)
     _time(encoder, measured, lambda: late(1.0), told)
     drop_equals(measured)
@@ -181,9 +182,23 @@ def tune(
     record |= {"dtype": encoder.dtype, "candidates": candidates.source, "left_out": absent}
     if between := [one.bucket.tokens for one in kept if one.interpolated]:
         record["interpolated"] = between
-    record |= columns_of(encoder, [(one.bucket, one.points) for one in kept], floor=not late(1.0))
+    points = [(bucket, one.points) for bucket, one in zip(built, measured, strict=True) if one.dropped is None]
+    record |= columns_of(encoder, points, floor=not late(1.0))
+    if times := attention_of(kept):
+        record["attention_ms"] = times
     match = {"family": family.name, "device": device.device_kind, "sizes": sizes}
     return Tuned(_ladder.Ladder(tuple(one.bucket for one in kept), "tuned", candidates.rule), measured, match, record)
+
+
+def attention_of(measured: Sequence[Measured]) -> dict[str, list[float]]:
+    """Milliseconds of attention alone by backend, a value a bucket: NaN where it was not timed. A backend that was
+    timed in none is left out."""
+    found = {}
+    for name in attention.BACKENDS:
+        times = [one.attention.get(name) for one in measured]
+        if any(isinstance(value, float) for value in times):
+            found[name] = [round(value, 4) if isinstance(value, float) else math.nan for value in times]
+    return found
 
 
 def default_path(model: str, device_kind: str) -> Path:

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
 from flax import nnx
 
@@ -150,6 +151,9 @@ def test_what_a_bucket_took_is_recorded_and_makes_the_guides_table(
         assert len(record[name]) == len(kept)
         assert all(value > 0 for value in record[name])
     assert "stored_bytes" not in record  # there is no store
+    assert set(record["attention_ms"]) == {"dense", "xla"}
+    for name, times in record["attention_ms"].items():
+        assert times == [round(one.attention[name], 4) for one in kept if isinstance(one.attention[name], float)]
     section = guides.tuned_tables()
     assert section.startswith("## Tuned ladders that ship\n")
     assert f"### `chip/tower.toml`\n{known.family.name} on {found.match['device']}, dtype float32" in section
@@ -167,6 +171,46 @@ def test_what_a_bucket_took_is_recorded_and_makes_the_guides_table(
     assert guides.marked(guide.read_text())[1] == section
     with pytest.raises(ValueError, match="lacks the lines"):
         guides.marked("no marks")
+
+
+def test_attention_that_was_not_timed_is_nan_in_the_file_and_no_column_without_a_time(tmp_path: Path) -> None:
+    found = [measured(64, 1.0, 0.0), measured(128, 2.0, 0.0), measured(256, 4.0, 0.0)]
+    found[0].attention = {"cudnn": "needs an NVIDIA GPU", "dense": 0.12345, "xla": 0.5}
+    found[1].attention = {"cudnn": "needs an NVIDIA GPU", "dense": "lost on a smaller bucket", "xla": 1.0}
+    times = tune.attention_of(found)  # the third came too late for any
+    path = tmp_path / "ladder.toml"
+    ladder.write(ladder.Ladder(tuple(one.bucket for one in found), "made"), path, None, {"attention_ms": times})
+    read = tomllib.loads(path.read_text())["record"]["attention_ms"]
+    assert repr(read) == "{'dense': [0.1235, nan, nan], 'xla': [0.5, 1.0, nan]}"
+    assert repr(times) == repr(read)
+
+
+def test_a_bucket_between_its_neighbours_has_no_figures_in_the_guides_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "data", lambda name: tmp_path / name)
+    record = {
+        "interpolated": [128],
+        "compile_seconds": [1.0, 2.0, 3.0],
+        "few_large_ms": [1.0, 2.0, 3.0],
+        "many_small_ms": [0.5, 1.5, 2.5],
+        "share_of_floor": [0.25, 0.5, 0.75],
+    }
+    buckets = tuple(measured(tokens, 1.0, 0.0).bucket for tokens in (64, 128, 256))
+    ladder.write(ladder.Ladder(buckets, "made"), tmp_path / "buckets" / "chip" / "tower.toml", {"family": "x"}, record)
+    section = guides.tuned_tables()
+    rows = [line for line in section.splitlines() if line.startswith("| ")]
+    assert rows[1:] == [
+        "| 64 | 256 | dense | 1.0 | 1.000 | 0.500 | 0.25 |",
+        "| 128 | 512 | dense | 2.0 | between its neighbours | between its neighbours | - |",
+        "| 256 | 1,024 | dense | 3.0 | 3.000 | 2.500 | 0.75 |",
+    ]
+    said = " ".join(section.split("###")[0].split())
+    assert "compiled in parallel threads" in said
+    assert (
+        "few pieces as are legal, many small by equal shares, the most of 4, 16, 64 that bucket and pieces allow"
+        in said
+    )
 
 
 def test_whatever_is_recorded_the_ladder_can_be_read(tuned: tuple[jaxvit.Encoder, tune.Tuned], tmp_path: Path) -> None:
@@ -194,6 +238,24 @@ def test_the_table_has_a_row_for_every_bucket_measured(tuned: tuple[jaxvit.Encod
     _, columns, rows = found.table()
     assert [row[0] for row in rows] == ["64", "128"]
     assert {len(row) for row in rows} == {len(columns)}
+
+
+def test_the_encoder_is_compiled_once_a_bucket_for_the_winner_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a store, where a bucket that is met again under other costs would be compiled again."""
+    known = jaxvit.load(checkpoint("lfm2_5_vl"), dtype="float32", budgets=[64], store=False)
+    built: list[tuple[int, str]] = []
+    build = known.dispatcher.build
+
+    def counted(program: executable.Program, device: jax.Device) -> executable.Executable:
+        built.append((program.bucket.tokens, program.bucket.attention))
+        return build(program, device)
+
+    monkeypatch.setattr(known.dispatcher, "build", counted)
+    found = tune.tune(known, from_budgets(known.family, [64, 80, 96], platform="cpu"))
+    timed = [name for one in found.measured for name, value in one.attention.items() if isinstance(value, float)]
+    assert len(timed) == 6, "two backends a bucket were timed"
+    assert sorted(built) == [(one.bucket.tokens, one.bucket.attention) for one in found.measured]
+    assert known.stats()["compilations"] == 3
 
 
 class Broken(type(attention.BACKENDS["dense"])):

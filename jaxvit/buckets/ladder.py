@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -329,4 +330,8 @@ def _check_pieces(max_pieces: int | None, budget: int) -> None:
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {_toml(one)}" for key, one in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))  # nan, inf, -inf: TOML's words, not JSON's
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON may hold as it is
