@@ -58,7 +58,7 @@ SAME = 0.02
 """Buckets whose calls differ by no more than this cost the same."""
 SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "depth", "num_attention_heads", "num_heads"),
-    *("vision_feature_layer", "patch_size"),
+    *("vision_feature_layer", "window_size", "patch_size"),
 )
 """Fields of a family's configuration that decide its tower's speed; a ladder is for towers that agree in them."""
 

@@ -275,7 +275,7 @@ def complete(family: Family, given: Mapping[str, Any], max_pieces: int | None = 
     if max_pieces is not None:
         segments = min(segments, whole(max_pieces, "max_pieces"))
     windowed = "window" in family.segment_sets
-    windows = given.get("windows", tokens // 4 + segments if windowed else 0)
+    windows = given.get("windows", family.most_windows(tokens, segments))
     if windowed:
         windows = whole(windows, "windows")
     elif windows != 0:

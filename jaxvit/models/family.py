@@ -220,7 +220,11 @@ class Family(ABC):
     def largest(self) -> Demand:
         """The largest piece's need on each axis; patches = tokens x merge^2 unless the family says otherwise."""
         tokens = self.budget_range()[1]
-        return Demand(tokens * self.merge**2, tokens, 1, 0)
+        return Demand(tokens * self.merge**2, tokens, 1, self.most_windows(tokens, 1))
+
+    def most_windows(self, tokens: int, pieces: int) -> int:
+        """Attention windows that so many pieces, of so many tokens together, never exceed; 0 where there are none."""
+        return 0
 
     def prepare(self, picture: np.ndarray) -> Item:
         """One RGB picture, uint8 [h, w, 3], to an item. Raises MediaError for a size the family refuses."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
+import tomllib
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jaxvit
 from jaxvit import paths
 from jaxvit.buckets.ladder import (
     ATTENTION,
@@ -29,8 +33,12 @@ from jaxvit.buckets.ladder import (
 )
 from jaxvit.buckets.rule import ACCELERATOR, CPU, Rule, rule_of, rungs
 from jaxvit.errors import LadderError
+from jaxvit.models import family_of
 from jaxvit.models.family import Bucket, Demand, Family
-from tests.buckets.photos import FAMILIES, family
+from jaxvit.models.qwen2_5_vl.layout import windows
+from jaxvit.weights import manifests
+from tests.buckets.photos import CHECKPOINTS, FAMILIES, family
+from tests.families import checkpoint, picture
 
 CPU_DEVICE = SimpleNamespace(platform="cpu", device_kind="cpu")
 H200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
@@ -90,11 +98,51 @@ def test_capacities_follow_from_the_budget(any_family: Family):
         assert bucket.windows == (bucket.tokens // 4 + bucket.segments if windowed else 0)
 
 
-@given(pieces=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=30))
-def test_window_capacity_never_binds_before_tokens_and_segments(pieces: list[tuple[int, int]]):
-    tokens = sum(rows * columns for rows, columns in pieces)
-    windows = sum(-(-rows // 4) * -(-columns // 4) for rows, columns in pieces)
-    assert windows <= tokens // 4 + len(pieces)
+@cache
+def windowed(pixels: int) -> Family:
+    """Qwen2.5-VL with windows of so many pixels along a side."""
+    files = copy.deepcopy(manifests.load(CHECKPOINTS["qwen2_5_vl"]).files)
+    files["config.json"]["vision_config"]["window_size"] = pixels
+    return family_of(files)
+
+
+def piece_of(one: Family, rows: int, columns: int) -> Demand:
+    """What a still of rows x columns tokens takes, its windows counted by the order of its patches."""
+    lengths = windows(2 * rows, 2 * columns, 2, one.config.window_cells).lengths
+    return Demand(4 * rows * columns, rows * columns, 1, len(lengths))
+
+
+@given(
+    pixels=st.sampled_from([28, 56, 84, 112, 140]),
+    pieces=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=30),
+)
+def test_window_capacity_never_binds_before_tokens_and_segments(pixels: int, pieces: list[tuple[int, int]]):
+    total = [sum(axis) for axis in zip(*(piece_of(windowed(pixels), *sides) for sides in pieces), strict=True)]
+    assert total[3] <= windowed(pixels).most_windows(total[1], len(pieces))
+
+
+@given(
+    pixels=st.sampled_from([28, 56, 112]),
+    platform=st.sampled_from(["gpu", "cpu"]),
+    rows=st.integers(1, 200),
+    share=st.floats(0, 1),
+)
+def test_default_ladder_holds_pieces_of_any_shape_with_windows_of_any_size(
+    pixels: int, platform: str, rows: int, share: float
+):
+    """Already the first bucket of as many tokens does: it is never too small in windows alone."""
+    tower, ladder = windowed(pixels), default_ladder(windowed(pixels), platform)
+    least, most = (max(1, limit // rows) for limit in tower.budget_range())
+    piece = piece_of(tower, rows, round(least + share * (most - least)))
+    assert ladder.holds(tower.largest())
+    assert next(bucket for bucket in ladder if bucket.tokens >= piece.tokens).holds(piece)
+
+
+def test_the_largest_piece_counts_its_windows():
+    assert windowed(112).largest() == Demand(65536, 16384, 1, 4097)
+    assert windowed(28).largest().windows == 16385
+    assert default_ladder(windowed(28), "gpu").buckets[-1].windows == 16384 + 256
+    assert family("kimi_k25").largest().windows == 0
 
 
 def test_rungs_lie_closer_where_patches_outweigh_the_call():
@@ -167,6 +215,12 @@ def test_patches_of_a_listed_budget_are_rounded_up_to_the_block(any_family: Fami
     ladder = from_budgets(any_family, [65, 80, 81])
     assert [bucket.patches for bucket in ladder] == [320, 320, 384]
     assert from_budgets(any_family, [65], block=128).buckets[0].patches == 384
+
+
+def test_above_1024_patches_they_are_rounded_up_to_twice_the_block(any_family: Family):
+    """Kernels take twice the rows at a time there."""
+    ladder = from_budgets(any_family, [240, 256, 257, 300, 513])
+    assert [bucket.patches for bucket in ladder] == [960, 1024, 1152, 1280, 2176]
 
 
 def test_hundred_images_of_one_token_fit_no_budget_of_64_at_once_and_all_have_a_capacity():
@@ -436,6 +490,46 @@ def test_buckets_of_equal_tokens_have_names_of_their_own_and_others_keep_theirs(
 
 # What ships
 
+SHIPPED = {
+    "kimi_k2_5": "moonshotai--Kimi-K2.5",
+    "qwen2_5_vl_7b": "Qwen--Qwen2.5-VL-7B-Instruct",
+    "lfm2_5_vl_450m": "LiquidAI--LFM2.5-VL-450M",
+    "lfm2_5_vl_1_6b": "LiquidAI--LFM2.5-VL-1.6B",
+}
+"""Tuned ladder of ``buckets/h200`` -> the checkpoint that it was measured for."""
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_on_its_device_a_checkpoint_takes_the_ladder_that_ships_for_its_tower(name: str, root: Path):
+    tower = family_of(manifests.load(SHIPPED[name]).files)
+    path = root / "buckets" / "h200" / f"{name}.toml"
+    ladder = resolve(tower, None, H200)
+    assert Path(ladder.source) == path
+    assert ladder == find(tower, "NVIDIA H200")
+    assert ladder.buckets == from_file(path, tower).buckets
+    assert all(bucket.constant and bucket.attention != "auto" for bucket in ladder)
+    for device in (CPU_DEVICE, SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")):
+        assert "default" in resolve(tower, None, device).source
+    for size in tomllib.loads(path.read_text())["match"]["sizes"]:
+        other = replace(tower, config=replace(tower.config, **{size: getattr(tower.config, size) + 1}))
+        assert find(other, "NVIDIA H200") is None, size
+
+
+def test_every_tuned_ladder_that_ships_is_taken_by_a_checkpoint(root: Path):
+    assert {path.stem for path in (root / "buckets").glob("*/*.toml")} == set(SHIPPED)
+
+
+def test_loading_with_the_default_ladder_compiles_nothing_and_a_picture_its_bucket_alone():
+    lazy = jaxvit.load(checkpoint("lfm2_5_vl"), dtype="float32", store=False)
+    assert lazy.ladder.source == "default of lfm2_vl for cpu"
+    assert len(lazy.ladder) > 1
+    assert lazy.stats()["compilations"] == 0
+    assert not lazy.dispatcher._ready
+    for seed in range(2):
+        lazy.encode(picture(64, 64, seed))
+        assert lazy.stats()["compilations"] == 1
+        assert [key[0] for key in lazy.dispatcher._ready] == list(lazy.ladder)[:1]
+
 
 def test_shipped_ladders_and_the_readme_s_example_are_valid(root: Path, tmp_path: Path):
     for path in sorted((root / "buckets").glob("*/*.toml")):
@@ -454,7 +548,9 @@ def test_the_readme_s_table_of_default_ladders_is_fresh(any_family: Family, root
     assert cells in (root / "buckets" / "README.md").read_text(), cells
 
 
-def test_no_code_of_the_ladder_names_a_family(root: Path):
-    for name in ("ladder", "planner", "rule"):
-        code = (root / "jaxvit" / "buckets" / f"{name}.py").read_text().lower()
-        assert not [word for word in ("qwen", "kimi", "lfm2", "siglip", "moonvit") if word in code]
+def test_no_code_of_the_buckets_names_a_family(root: Path):
+    paths = sorted((root / "jaxvit" / "buckets").glob("*.py"))
+    assert {"ladder", "planner", "rule", "executable", "dispatcher"} <= {path.stem for path in paths}
+    for path in paths:
+        code = path.read_text().lower()
+        assert not [word for word in ("qwen", "kimi", "lfm2", "siglip", "moonvit") if word in code], path.name

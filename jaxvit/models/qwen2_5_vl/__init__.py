@@ -59,6 +59,11 @@ class Qwen25VL(Family):
     def longest(self, reach: str) -> int | None:
         return (self.config.window_cells * self.merge) ** 2 if reach == "window" else None
 
+    def most_windows(self, tokens: int, pieces: int) -> int:
+        """A piece of A x B windows has at least s(A-1)+1 x s(B-1)+1 tokens, s being a window's side: so, whatever its
+        shape, A x B is less than its tokens / s + 1."""
+        return tokens // self.config.window_cells + pieces
+
     def random_piece(self, frames: int, height: int, width: int, generator: np.random.Generator) -> Piece:
         patches = generator.integers(0, 256, (height * width, self.settings.frame_values), dtype=np.uint8)
         plan = layout.windows(height, width, self.merge, self.config.window_cells)
