@@ -171,6 +171,7 @@ class Dispatcher:
         self._exact: OrderedDict[Any, Executable] = OrderedDict()
         for device, one in zip(self.devices, self.weights, strict=True):
             self._check_ladder(device, one)
+        planner.ready(ladder)
 
     def plan(self, items: Sequence[Item], most: int | None = None) -> Plan:
         """Packs the items' pieces into buckets, each device with its own plan.
