@@ -9,15 +9,22 @@ from dataclasses import replace
 from math import prod
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxvit.bench.loads import split
 from jaxvit.buckets import executable as executables
 from jaxvit.buckets.dispatcher import Dispatcher
 from jaxvit.buckets.executable import Executable, Program, compile_program, pad
 from jaxvit.buckets.ladder import complete
 from jaxvit.errors import CapacityError, OptionError
+from jaxvit.layers.attention import segments
+from jaxvit.layers.attention.segments import key_ranges
+from jaxvit.layers.fuse import Weights, parameter_shapes
+from jaxvit.models import family_of
 from jaxvit.models.family import Bucket, Buffer
+from jaxvit.weights import manifests
 from tests.families import FAMILIES, encoder, relative
 
 PATCHES = 1792
@@ -41,12 +48,32 @@ def test_no_buffer_of_patches_times_patches_but_in_dense(program: Program):
     assert square(dense.lower(jax.devices()[0]).as_text()), "the search finds such a buffer where there is one"
 
 
+def constants_in(text: str) -> list[tuple[int, ...]]:
+    """Shapes of a lowered program's constants whose values are written out: what is one value throughout is not."""
+    found = re.findall(r"stablehlo\.constant dense<(?:\"0x|\[).*?> : tensor<((?:\d+x)+[a-z]\w*)>", text)
+    return [tuple(map(int, shape.split("x")[:-1])) for shape in found]
+
+
+def weights_in(program: Program) -> list[tuple[int, ...]]:
+    """Constants of the lowered program that have the shape of a parameter, or more values than the table of pixels."""
+    shapes = set(parameter_shapes(program.module).values())
+    found = constants_in(program.lower(jax.devices()[0]).as_text())
+    assert (768,) in found, "the table of pixels is one"
+    return [shape for shape in found if shape in shapes or prod(shape) > 768]
+
+
 def test_no_weight_is_a_constant_of_the_program(program: Program):
-    text = program.lower(jax.devices()[0]).as_text()
-    constants = re.findall(r"stablehlo\.constant dense<(?:\"0x|\[).*?> : tensor<((?:\d+x)+[a-z]\w*)>", text)
-    sizes = [prod(map(int, found.split("x")[:-1])) for found in constants]
-    assert sizes, "the normalisation table is one"
-    assert max(sizes) <= 768
+    assert not weights_in(program)
+
+
+@pytest.mark.parametrize("kind", ["kernel", "bias", "scale"])
+def test_a_weight_that_is_a_constant_is_found(program: Program, kind: str, monkeypatch: pytest.MonkeyPatch):
+    name, shape = next(one for one in parameter_shapes(program.module).items() if one[0].endswith(kind))
+    values, unpack = np.random.default_rng(0).standard_normal(shape).astype(np.float32), Weights.unpack
+    monkeypatch.setattr(
+        Weights, "unpack", lambda *given, **options: unpack(*given, **options) | {name: jnp.asarray(values)}
+    )
+    assert weights_in(program) == [shape]
 
 
 def test_the_number_of_arguments_is_bounded(program: Program):
@@ -55,6 +82,36 @@ def test_the_number_of_arguments_is_bounded(program: Program):
     count = len(re.findall(r"%arg\d+:", signature))
     layers = getattr(program.family.config, "depth", None) or program.family.config.num_hidden_layers
     assert count <= 12 * layers + 24
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "inputs"),
+    [
+        ("Qwen--Qwen2.5-VL-7B-Instruct", 133 + 2 + 128, 9),
+        ("moonshotai--Kimi-K2.5", 114 + 2 + 109, 9),
+        ("LiquidAI--LFM2.5-VL-450M", 54 + 2 + 49, 5),
+    ],
+)
+@pytest.mark.parametrize(("tokens", "in_place"), [(64, True), (512, True), (544, False), (1024, False)])
+def test_the_number_of_arguments_on_an_accelerator_is_known(
+    name: str, weights: int, inputs: int, tokens: int, in_place: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Issuing a call costs host time for each: 284, 245 and 121 of up to 2,048 patches, 12, 11 and 11 fewer above.
+
+    Weights are matrices, an array of vectors and one of biases, and the biases that XLA's products read, each by
+    itself; inputs are the family's buffers and two a segment set of the attention kernel. Memory that stays in place is
+    a workspace, four or five widths of intermediates (Qwen2.5-VL's gated MLP has one more), and six tables.
+    """
+    monkeypatch.setattr(executables.hopper, "why_not", lambda platform, dtype: None)
+    family = family_of(manifests.load(name).files)
+    program = Program(family, complete(family, {"tokens": tokens}), "bfloat16", "uint8", "cuda")
+    assert program.backend.name == "mosaic"
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    memory = (1 + (5 if family.pairings() else 4) + 6) if in_place else 0
+    found = len(program.weights.avals(np.dtype(jnp.bfloat16), place)), len(program.scratch), len(program.buffers)
+    assert found == (weights, memory, inputs)
+    total = {"qwen2_5_vl": 284, "kimi_k25": 245, "lfm2_vl": 121}[family.name]
+    assert sum(found) == (total if in_place else total - 1 - 6 - (5 if family.pairings() else 4))
 
 
 @pytest.mark.parametrize(
@@ -146,26 +203,58 @@ def test_weights_that_the_programs_do_not_take_are_refused_where_they_are_handed
         handed(weights[:-1])
 
 
+PARTS = {"dense": 4, "xla": 8}
+"""Pieces that fill a bucket; dense attention takes so much longer."""
+
+
+def slowest(name: str, attention: str, bound: float, turns: int = 60) -> float:
+    """Of one piece, a quarter, a half, three quarters of a bucket: the time of the slowest over that of the full one.
+    It is the processor time of this process, which others on the machine hardly change.
+
+    It is filled by as many pieces as every family may have, so that its attention takes as little time as it can, and
+    nothing that padding costs is hidden behind it.
+
+    Args:
+        bound: measured until the quotient is below it, up to so many turns.
+    """
+    dispatcher = encoder(name).dispatcher
+    parts = PARTS[attention]
+    bucket = Bucket(64 * parts, 256 * parts, 32, 400, attention)
+    executable = dispatcher.executable(bucket)
+    pieces = split(dispatcher.family, bucket, parts)
+    assert pieces is not None
+    assert [piece.rows for piece in pieces] == [256] * parts, "LFM2-VL has no smaller ones"
+    fills = sorted({1, parts // 4, parts // 2, 3 * parts // 4})
+    loads = {count: executable.program.fill(pieces[:count]) for count in (*fills, parts)}
+    best = dict.fromkeys(loads, float("inf"))
+    found = float("inf")
+    for turn in range(turns):  # in turn, and the quickest of each: other work on the machine only ever adds
+        for count, arrays in loads.items():
+            start = time.process_time()
+            jax.block_until_ready(executable(dispatcher.weights[0], arrays))
+            best[count] = min(best[count], time.process_time() - start)
+        found = max(best[count] for count in fills) / best[parts]
+        if turn >= 4 and found <= bound:
+            break
+    return found
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("attention", ["dense", "xla"])
-def test_a_nearly_empty_bucket_is_not_slower_than_a_full_one(name: str, attention: str):
-    dispatcher = encoder(name).dispatcher
-    bucket = Bucket(448, 1792, 32, 200, attention)
-    executable = dispatcher.executable(bucket)
-    full = dispatcher.family.example(bucket)
-    small = dispatcher.family.example(replace(bucket, tokens=64, patches=256, segments=1))
-    assert sum(piece.rows for piece in small) <= 256 < 1700 <= sum(piece.rows for piece in full)
+def test_the_emptier_a_bucket_the_call_is_not_slower(name: str, attention: str):
+    assert slowest(name, attention, 1.3) <= 1.3
 
-    filled = [executable.program.fill(pieces) for pieces in (small, full)]
-    best = [float("inf")] * 2
-    for turn in range(60):  # in turn, and the quickest of each: other work on the machine only ever adds
-        if turn >= 12 and best[0] <= 1.3 * best[1]:
-            break
-        for which, arrays in enumerate(filled):
-            start = time.perf_counter()
-            jax.block_until_ready(executable(dispatcher.weights[0], arrays))
-            best[which] = min(best[which], time.perf_counter() - start)
-    assert best[0] <= 1.3 * best[1]
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padding_that_attends_to_all_padding_is_found_by_its_time(name: str, monkeypatch: pytest.MonkeyPatch):
+    """The control of the test before. In a nearly empty bucket such padding takes 50 blocks of scores, where the full
+    bucket has 8."""
+
+    def one_segment(lengths: np.ndarray, patches: int) -> tuple[np.ndarray, np.ndarray]:
+        return key_ranges(np.append(lengths, patches - lengths.sum()).astype(np.int32), patches)
+
+    monkeypatch.setattr(segments, "key_ranges", one_segment)
+    assert slowest(name, "xla", 0.0, turns=6) > 1.6
 
 
 @pytest.mark.parametrize("name", FAMILIES)
