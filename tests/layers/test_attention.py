@@ -5,9 +5,13 @@ The same tests run on the CPU in float32 and, with the marker ``gpu``, on an acc
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType, SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +20,7 @@ import pytest
 
 from jaxvit.errors import LadderError
 from jaxvit.layers import attention
-from jaxvit.layers.attention import BACKENDS, TILE, choose, key_ranges
+from jaxvit.layers.attention import BACKENDS, TILE, choose, cudnn, key_ranges, tokamax
 from jaxvit.layers.attention.mosaic import LONG_FROM
 from jaxvit.layers.rope import rotate
 
@@ -192,3 +196,118 @@ def test_a_backend_that_cannot_run_here_says_why():
         choose("cudnn", "cpu", "bfloat16", 256)
     with pytest.raises(LadderError, match="no attention backend 'flash'; there are dense, xla"):
         choose("flash", "cpu", "bfloat16", 256)
+
+
+# Private entries
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """As on such a GPU, as far as the backends ask; what they found of their private entries is forgotten."""
+    forget = (cudnn._entry.cache_clear, tokamax._kernel.cache_clear)
+    for module in (cudnn, tokamax):
+        monkeypatch.setattr(module, "capability", lambda platform: 9.0)
+    for each in forget:
+        each()
+    yield monkeypatch
+    monkeypatch.undo()
+    for each in forget:
+        each()
+
+
+def renamed(
+    query, key, value, bias=None, *, scale=1.0, mask_type=None, q_seqlen=None, kv_seqlen=None, offsets=None
+): ...
+def demanding(query, key, value, pages, *, scale, mask_type, q_seqlen, kv_seqlen, q_offsets, kv_offsets): ...
+def moved(key, query, value, *, scale, mask_type, q_seqlen, kv_seqlen, q_offsets, kv_offsets): ...
+
+
+def test_cudnn_s_private_entry_is_as_the_adapter_calls_it(hopper: pytest.MonkeyPatch):
+    assert BACKENDS["cudnn"].why_not("cuda", "bfloat16") is None
+    assert choose("auto", "cuda", "bfloat16", 4096).name == "cudnn"
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (renamed, "unexpected keyword argument 'q_offsets'"),
+        (demanding, "missing a required argument: 'pages'"),
+        (moved, "its first arguments are key, query, value, not query, key, value"),
+        (None, "it takes other arguments than it is given here: None is not a callable object"),
+    ],
+)
+def test_another_signature_of_cudnn_s_entry_is_named_and_another_backend_taken(
+    hopper: pytest.MonkeyPatch, entry: Callable | None, said: str
+):
+    hopper.setattr(f"{cudnn.ENTRY}.dot_product_attention", entry)
+    reason = BACKENDS["cudnn"].why_not("cuda", "bfloat16")
+    assert reason is not None
+    assert reason.startswith("jax._src.cudnn.fused_attention_stablehlo.dot_product_attention of this jax: ")
+    assert said in reason
+    assert choose("auto", "cuda", "bfloat16", 4096).name == "xla"
+    with pytest.raises(LadderError, match=r"'cudnn' cannot run here: jax\._src\.cudnn"):
+        choose("cudnn", "cuda", "bfloat16", 4096)
+
+
+@pytest.mark.parametrize("gone", ["dot_product_attention", "MaskType", "MaskType.PADDING"])
+def test_an_entry_of_cudnn_that_is_gone_is_named(hopper: pytest.MonkeyPatch, gone: str):
+    module = importlib.import_module(cudnn.ENTRY)
+    if gone == "MaskType.PADDING":
+        hopper.setattr(module, "MaskType", SimpleNamespace())
+    else:
+        hopper.delattr(module, gone)
+    reason = BACKENDS["cudnn"].why_not("cuda", "bfloat16")
+    assert reason is not None
+    assert f"has no attribute '{gone.split('.')[-1]}'" in reason
+
+
+def kernel(
+    q, k, v, bias, mask, k_start, k_end, *, is_causal, logits_soft_cap, logits_scale, out_dtype, normalize_output,
+    return_residuals, use_stable_softmax, rescale_threshold, config,
+): ...  # fmt: skip
+def older(
+    q, k, v, bias, mask, k_end, k_start, *, is_causal, logits_soft_cap, logits_scale, out_dtype, normalize_output,
+    return_residuals, use_stable_softmax, rescale_threshold, config,
+): ...  # fmt: skip
+def newer(
+    q, k, v, bias, mask, k_start, k_end, *, is_causal, logits_soft_cap, logits_scale, out_dtype, normalize_output,
+    return_residuals, use_stable_softmax, config,
+): ...  # fmt: skip
+def config(*, block_q=64, block_kv=64, num_stages=2, persistent=False, split_k=1): ...
+def plainer(*, block_q=64, block_kv=64, num_stages=2): ...
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"Config": config, "flash_attention_kernel": kernel}, None),
+        ({"Config": config}, ".flash_attention_kernel of this tokamax: it is not there"),
+        ({"Config": config, "flash_attention_kernel": older}, "its first arguments are q, k, v, bias, mask, k_end"),
+        ({"Config": config, "flash_attention_kernel": newer}, "unexpected keyword argument 'rescale_threshold'"),
+        ({"Config": plainer, "flash_attention_kernel": kernel}, ".Config of this tokamax: it takes other arguments"),
+    ],
+)
+def test_another_signature_of_tokamax_s_kernel_is_named(
+    hopper: pytest.MonkeyPatch, entries: dict[str, Callable], said: str | None
+):
+    fake = ModuleType(tokamax.KERNEL)
+    vars(fake).update(entries)
+    hopper.setitem(sys.modules, tokamax.KERNEL, fake)
+    reason = BACKENDS["tokamax"].why_not("cuda", "bfloat16")
+    if said is None:
+        assert reason is None
+    else:
+        assert reason is not None
+        assert said in reason
+        with pytest.raises(LadderError, match=r"'tokamax' cannot run here: tokamax\._src"):
+            choose("tokamax", "cuda", "bfloat16", 4096)
+
+
+def test_a_tokamax_that_breaks_on_import_is_named(hopper: pytest.MonkeyPatch):
+    def broken(name: str) -> ModuleType:
+        raise AttributeError("module 'jax' has no attribute 'core'")
+
+    hopper.setattr(tokamax.importlib, "import_module", broken)
+    reason = BACKENDS["tokamax"].why_not("cuda", "bfloat16")
+    assert reason is not None
+    assert "fails to import (module 'jax' has no attribute 'core')" in reason

@@ -6,7 +6,6 @@ says so where its signature is not the one this was written for (jax 0.10 to 0.1
 
 from __future__ import annotations
 
-import inspect
 from functools import cache
 
 import jax.numpy as jnp
@@ -15,12 +14,13 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxvit.errors import LadderError
-from jaxvit.layers.attention.segments import Metadata
+from jaxvit.layers.attention.segments import Metadata, misfit
 from jaxvit.layers.hopper import capability
 from jaxvit.models.family import Buffer
 
 ENTRY = "jax._src.cudnn.fused_attention_stablehlo"
-ARGUMENTS = {"q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "scale", "mask_type"}
+PLACES = ("query", "key", "value")
+KEYWORDS = ("scale", "mask_type", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets")
 
 
 @cache
@@ -29,11 +29,11 @@ def _entry() -> tuple[object | None, str | None]:
     try:
         from jax._src.cudnn import fused_attention_stablehlo as module
 
-        missing = ARGUMENTS - set(inspect.signature(module.dot_product_attention).parameters)
+        entry, _ = module.dot_product_attention, module.MaskType.PADDING
     except (ImportError, AttributeError) as error:
-        return None, f"{ENTRY} of this jax cannot be imported: {error}"
-    if missing:
-        return None, f"{ENTRY} of this jax takes no {', '.join(sorted(missing))}"
+        return None, f"{ENTRY} of this jax is not as this was written for: {error}"
+    if reason := misfit(entry, PLACES, KEYWORDS):
+        return None, f"{ENTRY}.dot_product_attention of this jax: {reason}"
     return module, None
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +49,22 @@ class Backend(Protocol):
     def why_not(self, platform: str, dtype: str) -> str | None:
         """Why this backend cannot run there, None if it can."""
         ...
+
+
+def misfit(entry: Any, places: Sequence[str], keywords: Iterable[str]) -> str | None:
+    """Why a private entry does not take the arguments that this package passes it, None if it does.
+
+    Args:
+        places: names of its first parameters, which are passed by place.
+        keywords: what is passed by name.
+    """
+    try:
+        signature = inspect.signature(entry)
+        signature.bind(*places, **dict.fromkeys(keywords))
+    except (TypeError, ValueError) as error:
+        return f"it takes other arguments than it is given here: {error}"
+    names = list(signature.parameters)[: len(places)]
+    return None if names == list(places) else f"its first arguments are {', '.join(names)}, not {', '.join(places)}"
 
 
 def key_ranges(lengths: np.ndarray, patches: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,10 +14,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxvit.layers.attention.segments import Metadata, Ranges
+from jaxvit.layers.attention.segments import Metadata, Ranges, misfit
 from jaxvit.layers.hopper import capability
 
 KERNEL = "tokamax._src.ops.attention.pallas_mosaic_gpu_kernel_sm90"
+CALLS = {
+    "Config": ((), ("block_q", "block_kv", "num_stages", "persistent")),
+    "flash_attention_kernel": (
+        ("q", "k", "v", "bias", "mask", "k_start", "k_end"),
+        (
+            *("is_causal", "logits_soft_cap", "logits_scale", "out_dtype", "normalize_output"),
+            *("return_residuals", "use_stable_softmax", "rescale_threshold", "config"),
+        ),
+    ),
+}
+"""What is called -> arguments by place, and by name."""
 
 
 @cache
@@ -25,10 +36,13 @@ def _kernel() -> tuple[Any, str | None]:
     """(module, None), or (None, why it cannot be used)."""
     try:
         module = importlib.import_module(KERNEL)
-    except ImportError as error:
+    except Exception as error:  # of a jax that it was not written for, anything
         return None, f"the extra tokamax is not installed or fails to import ({error}): pip install 'jaxvit[tokamax]'"
-    if not hasattr(module, "Config") or not hasattr(module, "flash_attention_kernel"):
-        return None, f"this tokamax has another {KERNEL}"
+    for name, (places, keywords) in CALLS.items():
+        entry = getattr(module, name, None)
+        reason = "it is not there" if entry is None else misfit(entry, places, keywords)
+        if reason:
+            return None, f"{KERNEL}.{name} of this tokamax: {reason}"
     return module, None
 
 
