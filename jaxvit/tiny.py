@@ -145,7 +145,7 @@ def tiny_checkpoint(name: str, folder: Path | None = None, **options: Any) -> Pa
         options: for :func:`write_checkpoint`.
     """
     tiny = TINY[name]
-    files, tensors = _cut(tiny.manifest, tiny.layers)
+    files, tensors = cut(tiny.manifest, tiny.layers)
     config = files["config.json"]
     for key, value in tiny.config.items():
         config[key] = {**config.get(key, {}), **value} if key == "vision_config" else value
@@ -163,7 +163,7 @@ def random_full_size(name: str, folder: Path, layers: int | None = None, **optio
         options: for :func:`write_checkpoint`; by default two shards. Kimi's are the two of 64 that hold the vision
             part, beside an index that speaks of others, which are absent.
     """
-    files, tensors = _cut(name, layers)
+    files, tensors = cut(name, layers)
     if files["config.json"]["model_type"] != "kimi_k25":
         return write_checkpoint(folder, files, tensors, **{"shards": 2, **options})
     kimi = {"shards": lambda tensor: 63 if tensor.startswith("mm_projector.") else 64, "total": 64}
@@ -174,7 +174,7 @@ def random_full_size(name: str, folder: Path, layers: int | None = None, **optio
     return folder
 
 
-def _cut(name: str, layers: int | None) -> tuple[dict[str, dict[str, Any]], dict[str, Shape]]:
+def cut(name: str, layers: int | None) -> tuple[dict[str, dict[str, Any]], dict[str, Shape]]:
     """A manifest's config files and shapes with only the first layers left."""
     manifest = manifests.load(name)
     files = copy.deepcopy(manifest.files)

@@ -18,6 +18,7 @@ from jaxvit.buckets.executable import compiler_options, own_settings
 from jaxvit.encoder import Encoder
 from jaxvit.layers import attention, qkv
 from jaxvit.layers.hopper import kernels_for
+from jaxvit.layers.rope import Neighbours
 from jaxvit.models.family import Bucket, Piece
 from jaxvit.reference.tower import tower_of
 
@@ -61,15 +62,16 @@ class Alone:
         kernel = dict(program.weights.matrices)[f"blocks.0.{self.tower.qkv}.kernel"]
         heads, rows = 3 * self.tower.heads, bucket.patches
         dim = kernel[1] if len(kernel) == 3 else kernel[1] // heads  # as it is padded
+        pairs, by_head = encoder.family.config.head_dim // 2, len(kernel) == 3
         with kernels_for(self.device.platform, encoder.dtype):
-            rotated = len(kernel) == 3 and qkv.rotates(rows, kernel) > 0
+            rotated = by_head and qkv.rotates(rows, kernel, pairs) is not None
         generator = np.random.default_rng(0)
         some = generator.standard_normal((min(rows, SOME), 3, self.tower.heads, dim), np.float32)
         random = np.resize(some.astype(jnp.dtype(encoder.dtype)), (rows, *some.shape[1:]))
-        angles = generator.uniform(0, 6, (rows, encoder.family.config.head_dim // 2)).astype(np.float32)
+        angles = generator.uniform(0, 6, (rows, pairs)).astype(np.float32)
         rotation = (np.cos(angles), np.sin(angles)) if self.tower.angles and not rotated else None
         projection, rotation = jax.device_put((random, rotation), self.device)
-        self.inputs = [projection] * self.repeat, rotation
+        self.inputs = [projection] * self.repeat, Neighbours(*rotation) if rotation and by_head else rotation
 
     def prepare(self, name: str) -> list[Prepared]:
         """Compiles a backend for each segment set. Several may be prepared at once, in threads."""

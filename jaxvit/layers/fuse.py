@@ -100,6 +100,34 @@ def head_halves(head_dim: int, heads: int, qkv: str, out: str) -> Widening:
 
 
 @dataclass(frozen=True)
+class Interleaving:
+    """The halves of each head in turn, (0, d/2), (1, d/2 + 1), ..: what ``layers.rope.Neighbours`` turns is then beside
+    each other, and the zeros that the halves were padded with are behind a head's values. v and the output projection
+    go along.
+
+    Attributes:
+        halves: which halves, after their padding.
+    """
+
+    halves: Widening
+
+    def by_kernel(self, name: str) -> bool:
+        return False
+
+    def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape
+
+    def apply(self, name: str, array: np.ndarray) -> np.ndarray:
+        place = self.halves.at(name)
+        if place is None:
+            return array
+        axis, groups = place
+        split = array.reshape(*array.shape[:axis], *groups, self.halves.padded, *array.shape[axis + 1 :])
+        last = axis + len(groups)
+        return np.ascontiguousarray(split.swapaxes(last - 1, last)).reshape(array.shape)
+
+
+@dataclass(frozen=True)
 class ByHead:
     """The kernel of a fused projection as ``layers.qkv`` multiplies it: transposed, [3 x heads, dim, inputs].
 
@@ -162,6 +190,10 @@ class Pairing:
         return np.ascontiguousarray(tiles.transpose(tiles.ndim - 2, 0, tiles.ndim - 1, *range(1, tiles.ndim - 2)))
 
 
+Step = Widening | Interleaving | ByHead
+"""What may happen to a parameter on its way to the arguments."""
+
+
 def beside(name: str) -> str:
     """The kernel that a bias belongs to."""
     return name.rpartition(".")[0] + ".kernel"
@@ -209,7 +241,7 @@ class Weights:
     matrices: tuple[Place, ...]
     vectors: tuple[Place, ...]
     biases: tuple[Place, ...]
-    widenings: tuple[Widening | ByHead, ...]
+    widenings: tuple[Step, ...]
     joined: tuple[tuple[str, str, Pairing], ...] = ()
     apart: bool = False
 
@@ -217,7 +249,7 @@ class Weights:
     def of(
         cls,
         shapes: Mapping[str, tuple[int, ...]],
-        widenings: Sequence[Widening | ByHead] = (),
+        widenings: Sequence[Step] = (),
         pairings: Sequence[Pairing] = (),
         biases: bool = False,
         apart: bool = False,

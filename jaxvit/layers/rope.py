@@ -1,6 +1,8 @@
-"""Two-dimensional rotary embedding, half-split rotation, angles in float32."""
+"""Two-dimensional rotary embedding, angles in float32."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,18 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 Rotation = tuple[Array, Array]
-"""(cos, sin), float32 [patches, pairs] each."""
+"""(cos, sin), float32 [patches, pairs] each: of the values i and i + dim/2 of a head."""
+
+
+class Neighbours(NamedTuple):
+    """A rotation of the values 2i and 2i + 1 instead. ``layers.fuse.Interleaving`` brings them there."""
+
+    cos: Array
+    sin: Array
+
+    def table(self, columns: int) -> Array:
+        """float32 [patches, columns]: a pair's cosine and sine in its places. Pairs beyond turn by nothing."""
+        return jnp.stack(widened(self, columns // 2), axis=-1).reshape(self.cos.shape[0], columns)
 
 
 def frequencies(count: int, theta: float) -> np.ndarray:
@@ -43,15 +56,19 @@ def rotation(angles: Float[Array, "patches pairs"]) -> Rotation:
 
 
 def rotate(x: Float[Array, "patches heads dim"], turn: Rotation) -> Float[Array, "patches heads dim"]:
-    """Rotates (x[i], x[i + dim/2]) by angle i, in float32."""
-    half = x.shape[-1] // 2
+    """Rotates (x[i], x[i + dim/2]) by angle i, where the rotation is of neighbours (x[2i], x[2i + 1]); in float32."""
+    half, beside = x.shape[-1] // 2, isinstance(turn, Neighbours)
     cos, sin = (each[:, None, :] for each in widened(turn, half))
-    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    wide = x.astype(jnp.float32)
+    first, second = (wide[..., ::2], wide[..., 1::2]) if beside else (wide[..., :half], wide[..., half:])
+    turned = first * cos - second * sin, second * cos + first * sin
+    joined = jnp.stack(turned, axis=-1).reshape(x.shape) if beside else jnp.concatenate(turned, axis=-1)
+    return joined.astype(x.dtype)
 
 
 def widened(turn: Rotation, half: int) -> Rotation:
-    """The rotation of a head dim whose halves were padded with zeros to ``half``: pairs beyond turn by nothing."""
+    """The rotation of a head whose pairs were padded with zeros to ``half``: pairs beyond turn by nothing."""
     cos, sin = turn
     extra = ((0, 0), (0, half - cos.shape[-1]))
-    return jnp.pad(cos, extra, constant_values=1), jnp.pad(sin, extra)
+    wide = (jnp.pad(cos, extra, constant_values=1), jnp.pad(sin, extra))
+    return Neighbours(*wide) if isinstance(turn, Neighbours) else wide

@@ -7,13 +7,15 @@ columns and the same columns of up in turn: ``layers.fuse.Pairing`` makes it whe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from jaxvit.layers.hopper.packed import own, places
-from jaxvit.layers.hopper.product import Part, Put, fills, fits, product
+from jaxvit.layers.hopper.product import Part, Put, Tile, fills, fits, product
 from jaxvit.layers.linear import Linear, precision
 
 COLUMNS = 128
@@ -61,9 +63,9 @@ def joined(x: Array, kernel: Array, bias: Array, start: Array) -> Array:
         bias, start: bfloat16 or float32 [tiles, 2, COLUMNS], flat from there on.
     """
 
-    def finish(part: Part, put: Put, tile: Array, known: list[Array]) -> None:
-        gate, up = part(0, COLUMNS), part(COLUMNS, COLUMNS)
+    def finish(part: Part, put: Put, tile: Array, known: Sequence[Array]) -> None:
+        gate, up = part(0), part(1)
         put(0, gate * (0.5 * jnp.tanh(0.5 * gate) + 0.5) * up)
 
-    flat, width = kernel.reshape(-1, x.shape[1]), 2 * COLUMNS
-    return product(x, flat, bias, start, finish, columns=width, written=COLUMNS, stages=STAGES, name="swiglu")
+    flat, tile = kernel.reshape(-1, x.shape[1]), Tile(2, COLUMNS, COLUMNS)
+    return product(x, flat, bias, start, finish, tile=tile, written=COLUMNS, stages=STAGES, name="swiglu")

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from jaxvit.errors import MediaError
-from jaxvit.layers.fuse import ByHead, Pairing, Widening
+from jaxvit.layers.fuse import ByHead, Interleaving, Pairing, Widening
 
 Grid = tuple[int, int, int]
 """(t, h, w): frames (or frame pairs), rows and columns, in patches."""
@@ -288,7 +288,7 @@ class Family(ABC):
         """Sizes of the tower that may be padded with zeros for speed, with what accelerators like them to be."""
         return ()
 
-    def by_head(self) -> tuple[ByHead, ...]:
+    def by_head(self) -> tuple[Interleaving | ByHead, ...]:
         """Fused projections of the tower that one kernel can rotate, where it runs."""
         return ()
 

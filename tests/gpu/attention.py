@@ -56,7 +56,7 @@ def windowed(patches: int) -> list[Trial]:
         return [rotate(qkv[:, 0], (cos, sin)), rotate(qkv[:, 1], (cos, sin)), qkv[:, 2]]
 
     def ours(qkv: jax.Array) -> jax.Array:
-        return windows.attend(qkv.reshape(patches, 3 * HEADS, DIM), cos, sin, starts, ends, scale=scale)
+        return windows.attend(qkv.reshape(patches, 3 * HEADS, DIM), (cos, sin), starts, ends, scale=scale)
 
     def batch(qkv: jax.Array) -> jax.Array:
         q, k, v = (each.reshape(-1, WINDOW, HEADS, DIM) for each in turned(qkv))

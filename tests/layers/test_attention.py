@@ -22,7 +22,7 @@ from jaxvit.errors import LadderError
 from jaxvit.layers import attention
 from jaxvit.layers.attention import BACKENDS, TILE, choose, cudnn, key_ranges, tokamax
 from jaxvit.layers.attention.mosaic import LONG_FROM
-from jaxvit.layers.rope import rotate
+from jaxvit.layers.rope import Neighbours, rotate
 
 HEADS = 4
 CASES = {
@@ -120,6 +120,7 @@ def test_with_sums_by_halves_a_segment_gets_the_bits_that_it_has_beside_others(d
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("how", [tuple, Neighbours._make])
 @pytest.mark.parametrize("dim", [64, 80])
 @pytest.mark.parametrize(
     ("patches", "lengths"),
@@ -132,10 +133,10 @@ def test_with_sums_by_halves_a_segment_gets_the_bits_that_it_has_beside_others(d
         pytest.param(256, [100, 1, 90], id="few patches, cut"),
     ],
 )
-def test_rotation_and_attention_are_one(dim: int, patches: int, lengths: list[int]):
+def test_rotation_and_attention_are_one(dim: int, patches: int, lengths: list[int], how: Callable):
     q, k, v = inputs(patches, dim, "bfloat16", heads=16)
     angles = np.random.default_rng(1).random((patches, dim // 2), dtype=np.float32) * 6
-    turn = (jnp.cos(angles), jnp.sin(angles))
+    turn = how([jnp.cos(angles), jnp.sin(angles)])
     backend = BACKENDS["mosaic"]
     metadata = backend.metadata(np.array(lengths, np.int32), patches, 64)
     qkv = jnp.stack([q, k, v], axis=1)

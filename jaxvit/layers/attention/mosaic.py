@@ -28,7 +28,7 @@ from jaxvit.layers import hopper
 from jaxvit.layers.attention import windows
 from jaxvit.layers.attention.segments import TILE, Metadata, Ranges, copied_ranges, tile_ranges
 from jaxvit.layers.hopper.barriers import MULTIPROCESSORS, arrive, sync
-from jaxvit.layers.rope import Rotation, rotate, widened
+from jaxvit.layers.rope import Neighbours, Rotation, rotate, widened
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Mosaic(Ranges):
         together = qkv.reshape(patches, 3 * heads, dim)
         short = patches <= windows.FEW_PATCHES or (longest is not None and longest <= TILE)
         if rotation is not None and short and windows.suits(dim):
-            cos, sin = widened(rotation, dim // 2)
-            return windows.attend(together, cos, sin, metadata["starts"], metadata["ends"], scale)
+            tables = (rotation.table(dim),) if isinstance(rotation, Neighbours) else widened(rotation, dim // 2)
+            return windows.attend(together, tables, metadata["starts"], metadata["ends"], scale)
         turned = together if rotation is None else rotate(together[:, : 2 * heads], rotation)
         places = (0, heads, 2 * heads)
         starts, ends = metadata["starts"], metadata["ends"]

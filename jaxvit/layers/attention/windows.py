@@ -2,7 +2,7 @@
 
 A block of threads takes one tile of rows and a few heads. A window may begin in the tile before and end in the one
 behind, so the keys are those of at most three tiles; of longer segments, of as many tiles as they have. Queries and
-keys are rotated in registers, where the two halves of a head lie in the same thread: nothing rotated is written to
+keys are rotated in registers, where both values of a pair lie in the same thread: nothing rotated is written to
 memory. Every tile of rows rotates its keys anew, which pays while they are few.
 """
 
@@ -17,12 +17,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array
 
 from jaxvit.layers.attention.segments import TILE, tile_ranges
 from jaxvit.layers.hopper.barriers import MULTIPROCESSORS
+from jaxvit.layers.hopper.registers import rotated
 
 HEADS = 4
 """Heads of a block of threads at most: the tile's ranges, cosines and sines are read once for all of them."""
@@ -37,12 +37,12 @@ def suits(dim: int) -> bool:
 
 
 @functools.partial(jax.jit, static_argnames=("scale",))
-def attend(qkv: Array, cos: Array, sin: Array, starts: Array, ends: Array, scale: float) -> Array:
+def attend(qkv: Array, tables: tuple[Array, ...], starts: Array, ends: Array, scale: float) -> Array:
     """Rotated attention over key ranges: bfloat16 [patches, heads, dim].
 
     Args:
         qkv: bfloat16 [patches, 3 x heads, dim]; a tile divides the patches.
-        cos, sin: float32 [patches, dim / 2].
+        tables: float32, by row, as ``hopper.registers.rotated`` takes them.
         starts, ends: int32 [patches]: first and one past the last key of each row, never empty.
     """
     import jax.experimental.pallas as pl
@@ -66,7 +66,9 @@ def attend(qkv: Array, cos: Array, sin: Array, starts: Array, ends: Array, scale
     def integer(value: int) -> Array:
         return jnp.asarray(value, jnp.int32)
 
-    def body(source, cosines, sines, starts_all, ends_all, ranges, out, qs, ks, vs, outs, q_here, k_here, v_here):
+    def body(source, *refs):
+        tables_all, refs = refs[: len(tables)], refs[len(tables) :]
+        starts_all, ends_all, ranges, out, qs, ks, vs, outs, q_here, k_here, v_here = refs
         tile, first_head = lax.axis_index("tile"), lax.axis_index("heads") * group
         least_start, greatest_start, least_end, greatest_end = (ranges[tile, each] for each in range(4))
         low, high = lax.div(least_start, integer(TILE)), lax.div(greatest_end + (TILE - 1), integer(TILE))
@@ -88,8 +90,9 @@ def attend(qkv: Array, cos: Array, sin: Array, starts: Array, ends: Array, scale
             plgpu.copy_gmem_to_smem(source.at[wanted, heads + head], ks.at[slot], k_here.at[slot])
             plgpu.copy_gmem_to_smem(source.at[wanted, 2 * heads + head], vs.at[slot], v_here.at[slot])
 
-        def table(of: Any, block: Array) -> Array:
-            return plgpu.load(of.at[pl.ds(block * TILE, TILE)], layout=matrix, optimized=False)
+        def turn_of(block: Array) -> tuple[Array, ...]:
+            rows = pl.ds(block * TILE, TILE)
+            return tuple(plgpu.load(of.at[rows], layout=matrix, optimized=False) for of in tables_all)
 
         def wide(of: Any) -> Array:
             return plgpu.load(of, layout=matrix, optimized=False).astype(jnp.float32)
@@ -99,14 +102,14 @@ def attend(qkv: Array, cos: Array, sin: Array, starts: Array, ends: Array, scale
 
         fetch(integer(0))
         pl.when(steps > 1)(lambda: fetch(integer(1)))
-        my_cos, my_sin = table(cosines, tile), table(sines, tile)
+        my_turn = turn_of(tile)
         first = plgpu.load(starts_all.at[mine], layout=column, optimized=False)
         last = plgpu.load(ends_all.at[mine], layout=column, optimized=False)
 
         def one_head(number: Array, _: None) -> None:
             q_slot = lax.rem(number, integer(2))
             plgpu.barrier_wait(q_here.at[q_slot])
-            q = rotated(wide(qs.at[q_slot]), my_cos, my_sin).astype(jnp.bfloat16)
+            q = rotated(wide(qs.at[q_slot]), *my_turn).astype(jnp.bfloat16)
             top = plgpu.layout_cast(jnp.full((TILE,), -jnp.inf, jnp.float32), column)
             weight = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), column)
             sums = plgpu.layout_cast(jnp.zeros((TILE, dim), jnp.float32), matrix)
@@ -124,9 +127,7 @@ def attend(qkv: Array, cos: Array, sin: Array, starts: Array, ends: Array, scale
             step, block = number * blocks + place, low + place
             slot = lax.rem(step, integer(2))
             plgpu.barrier_wait(k_here.at[slot])
-            turn = lax.cond(
-                block == tile, lambda: (my_cos, my_sin), lambda: (table(cosines, block), table(sines, block))
-            )
+            turn = lax.cond(block == tile, lambda: my_turn, lambda: turn_of(block))
             ks[slot] = rotated(wide(ks.at[slot]), *turn).astype(jnp.bfloat16)
             plgpu.commit_smem()
 
@@ -180,28 +181,4 @@ def attend(qkv: Array, cos: Array, sin: Array, starts: Array, ends: Array, scale
         thread_name="group",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         kernel_name="window_attention",
-    )(qkv, cos, sin, starts, ends, tile_ranges(starts, ends, TILE))
-
-
-def rotated(x: Array, cos: Array, sin: Array) -> Array:
-    """Half-split rotation of float32 [TILE, dim] in registers: a value's partner is dim / 16 column tiles away."""
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-    from jax.experimental.mosaic import gpu as mgpu
-    from jaxlib.mlir.dialects import arith
-
-    matrix, (rows, dim) = plgpu.Layout.WGMMA, x.shape
-    columns = dim // 8
-
-    @plgpu.inline_mgpu(arg_types=(matrix,) * 3, return_type=plgpu.ShapeDtypeStruct((rows, dim), jnp.float32, matrix))
-    def turned(_: Any, x: Any, cos: Any, sin: Any) -> Any:
-        out, half = np.empty_like(x.registers), columns // 2
-        for place in range(columns):
-            pair, partner = place % half, (place + half) % columns
-            for rest in np.ndindex(x.registers[:, place].shape):
-                here, there, angle = ((rest[0], each, *rest[1:]) for each in (place, partner, pair))
-                near = arith.mulf(x.registers[here], cos.registers[angle])
-                far = arith.mulf(x.registers[there], sin.registers[angle])
-                out[here] = arith.subf(near, far) if place < half else arith.addf(near, far)
-        return mgpu.FragmentedArray(_registers=out, _layout=x.layout, _is_signed=None)
-
-    return turned(x, cos, sin)
+    )(qkv, *tables, starts, ends, tile_ranges(starts, ends, TILE))

@@ -14,6 +14,7 @@ read with its inputs innermost: [outputs, inputs].
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -28,10 +29,33 @@ ROWS = 128
 """Rows of a tile, half of them a warp group's."""
 DEPTH = 64
 """Inputs that are multiplied at a time."""
-Part = Callable[[int, int], Array]
-"""``part(start, width)``: those columns of the tile with their bias: float32 [64, width]."""
+Part = Callable[[int], Array]
+"""``part(run)``: the columns of one of the tile's runs with their bias: float32 [64, width]."""
 Put = Callable[[int, Array], None]
 """``put(start, values)``: writes columns of the result's tile."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The columns that a block of threads computes at a time.
+
+    Attributes:
+        runs: so many runs of columns, one behind the other.
+        width: columns of a run, a multiple of 8; of all together at most 256.
+        pitch: a run begins so many columns of the kernel behind the one before. Those between are not multiplied.
+    """
+
+    runs: int
+    width: int
+    pitch: int
+
+    @property
+    def columns(self) -> int:
+        return self.runs * self.width
+
+    @property
+    def span(self) -> int:
+        return self.runs * self.pitch
 
 
 def fits(rows: int, inputs: int, outputs: int, columns: int) -> bool:
@@ -49,12 +73,13 @@ def product(
     kernel: Array,
     bias: Array,
     start: Array,
-    finish: Callable[[Part, Put, Array, Any], None],
+    finish: Callable[[Part, Put, Array, Sequence[Array]], None],
     *,
-    columns: int,
+    tile: Tile,
     written: int,
     stages: int,
     tables: Sequence[Array] = (),
+    needed: Callable[[Array], Array] | None = None,
     name: str,
 ) -> Array:
     """x @ kernel.T + bias, tile by tile through ``finish``: bfloat16 [rows, tiles x written].
@@ -63,20 +88,21 @@ def product(
 
     Args:
         x: bfloat16 [rows, inputs], whole tiles.
-        kernel: bfloat16 [tiles x columns, inputs].
-        bias: bfloat16 or float32, flat: [tiles x columns] of it, or of a packed array.
+        kernel: bfloat16 [tiles x tile.span, inputs].
+        bias: bfloat16 or float32, flat: [tiles x tile.span] of it, or of a packed array.
         start: int32 [1], where the bias begins.
         finish: takes a tile's columns by ``part``, hands the result's to ``put``; it also gets the tile's number, and
             what it needs of the tables: float32 [64, width] each.
-        columns: of the kernel in a tile, a multiple of 16, at most 256.
+        tile: the columns of the kernel in a tile.
         written: columns of the result that come of a tile.
         stages: blocks of inputs in shared memory at a time.
         tables: float32 [rows, width]: read by row, before the product.
+        needed: whether a tile needs the tables, by its number; where it does not, it gets zeros.
     """
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
-    (rows, inputs), across = x.shape, kernel.shape[0] // columns
+    (rows, inputs), across, columns = x.shape, kernel.shape[0] // tile.span, tile.columns
     down, blocks, half = rows // ROWS, inputs // DEPTH, ROWS // 2
     # Tiles that run at the same time share rows and columns in the cache: so many tiles down, then the next column.
     band = min(32 if down >= 128 else 16, down)
@@ -87,6 +113,7 @@ def product(
     # begun". With fewer blocks than slots the first could begin twice before the second takes notice.
     read, bias_read, begun, threads = 4, 4 + stages, 5 + stages, 2 * 128 + 32
     staggered = blocks >= stages
+    copies = 1 if tile.width == tile.pitch else tile.runs
 
     def shared(*shape: int) -> Any:
         swizzle = plgpu.find_swizzle(shape[-1] * 16)
@@ -120,9 +147,17 @@ def product(
 
             def one_tile(number: Array, before: Array) -> Array:
                 """``before``: blocks of inputs that this block of threads has walked so far."""
-                row, tile = place(number)
+                row, across_at = place(number)
                 mine = pl.ds(row * ROWS + group * half, half)
-                known = [plgpu.load(each.at[mine], layout=matrix, optimized=False) for each in tables_all]
+
+                def from_tables() -> tuple[Array, ...]:
+                    return tuple(plgpu.load(each.at[mine], layout=matrix, optimized=False) for each in tables_all)
+
+                def nothing() -> tuple[Array, ...]:
+                    shapes = [(half, each.shape[1]) for each in tables_all]
+                    return tuple(plgpu.layout_cast(jnp.zeros(shape, jnp.float32), matrix) for shape in shapes)
+
+                known = from_tables() if needed is None else lax.cond(needed(across_at), from_tables, nothing)
 
                 def multiply(sums: Any) -> Array:
                     if staggered:
@@ -153,17 +188,18 @@ def product(
                 y = pl.run_scoped(multiply, plgpu.ACC((half, columns), jnp.float32))
                 plgpu.barrier_wait(bias_here)
 
-                def part(start: int, width: int) -> Array:
-                    each = plgpu.load(biases.at[pl.ds(start, width)], layout=column, optimized=False)
+                def part(run: int) -> Array:
+                    start, width = run * tile.width, tile.width
+                    each = plgpu.load(biases.at[pl.ds(run * tile.pitch, width)], layout=column, optimized=False)
                     wide = lax.broadcast_in_dim(each.astype(jnp.float32), (half, width), [1])
                     return y[:, start : start + width] + wide
 
                 def put(start: int, values: Array) -> None:
                     outs[group, :, pl.ds(start, values.shape[1])] = values.astype(jnp.bfloat16)
 
-                finish(part, put, tile, known)
+                finish(part, put, across_at, known)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(outs.at[group], out.at[mine, pl.ds(tile * written, written)])
+                plgpu.copy_smem_to_gmem(outs.at[group], out.at[mine, pl.ds(across_at * written, written)])
                 return before + blocks
 
             lax.fori_loop(integer(0), count, one_tile, integer(0))
@@ -178,15 +214,18 @@ def product(
                 @pl.when(warp == 0)
                 def _() -> None:
                     def one_tile(number: Array, before: Array) -> Array:
-                        row, tile = place(number)
+                        row, across_at = place(number)
 
                         @pl.loop(integer(0), integer(blocks))
                         def _(block: Array) -> None:
                             slot, deep = lax.rem(before + block, integer(stages)), pl.ds(block * DEPTH, DEPTH)
                             sync(read + slot, threads)
                             plgpu.copy_gmem_to_smem(x_all.at[pl.ds(row * ROWS, ROWS), deep], xs.at[slot], here.at[slot])
-                            wanted = kernel_all.at[pl.ds(tile * columns, columns), deep]
-                            plgpu.copy_gmem_to_smem(wanted, kernels.at[slot], here.at[slot])
+                            for each in range(copies):
+                                start = (across_at * copies + each) * (tile.span // copies)
+                                wanted = kernel_all.at[pl.ds(start, columns // copies), deep]
+                                room = kernels.at[slot, pl.ds(each * (columns // copies), columns // copies)]
+                                plgpu.copy_gmem_to_smem(wanted, room, here.at[slot])
 
                         return before + blocks
 
@@ -197,7 +236,7 @@ def product(
                     @pl.loop(integer(0), count)
                     def _(number: Array) -> None:
                         sync(bias_read, threads)
-                        wanted = pl.ds(bias_start + place(number)[1] * columns, columns)
+                        wanted = pl.ds(bias_start + place(number)[1] * tile.span, tile.span)
                         plgpu.copy_gmem_to_smem(bias_all.at[wanted], biases, bias_here)
 
     return plgpu.kernel(
@@ -207,8 +246,8 @@ def product(
             shared(stages, ROWS, DEPTH),
             shared(stages, columns, DEPTH),
             shared(2, half, written),
-            plgpu.SMEM((columns,), bias.dtype),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.SMEM((tile.span,), bias.dtype),
+            plgpu.Barrier(num_arrivals=1 + copies, num_barriers=stages),
             plgpu.Barrier(num_arrivals=1),
         ],
         grid=(MULTIPROCESSORS,),

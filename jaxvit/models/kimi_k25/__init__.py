@@ -10,12 +10,15 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from jaxvit.errors import CheckpointError
-from jaxvit.layers.fuse import ByHead, Widening, head_halves, mlp_width
+from jaxvit.layers.fuse import ByHead, Interleaving, Widening, head_halves, mlp_width
 from jaxvit.models.family import Bucket, Buffer, Demand, Family, Piece, Rows, rectangles
 from jaxvit.models.kimi_k25 import keys, layout, processing
 from jaxvit.models.kimi_k25.config import Config
 from jaxvit.models.kimi_k25.module import VisionTower
 from jaxvit.weights.keys import KeyTable
+
+BLOCK = r"blocks\.\d+"
+"""Pattern of a block's path."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +99,20 @@ class KimiK25(Family):
         return Piece((frames, height, width), patches, height * width // self.config.cell)
 
     def widenings(self) -> tuple[Widening, ...]:
-        block, config = r"blocks\.\d+", self.config
+        config = self.config
         return (
             Widening(config.patch_values, 8, ((r"patch_embed\.kernel", 0, ()),)),
-            mlp_width(config.intermediate_size, rf"{block}\.mlp\.fc1", rf"{block}\.mlp\.fc2"),
-            head_halves(config.head_dim, config.num_attention_heads, rf"{block}\.attn\.qkv", rf"{block}\.attn\.proj"),
+            mlp_width(config.intermediate_size, rf"{BLOCK}\.mlp\.fc1", rf"{BLOCK}\.mlp\.fc2"),
+            self._halves(),
         )
 
-    def by_head(self) -> tuple[ByHead, ...]:
-        return (ByHead(r"blocks\.\d+\.attn\.qkv\.kernel", 3 * self.config.num_attention_heads),)
+    def by_head(self) -> tuple[Interleaving | ByHead, ...]:
+        heads = 3 * self.config.num_attention_heads
+        return (Interleaving(self._halves()), ByHead(rf"{BLOCK}\.attn\.qkv\.kernel", heads))
+
+    def _halves(self) -> Widening:
+        config = self.config
+        return head_halves(config.head_dim, config.num_attention_heads, rf"{BLOCK}\.attn\.qkv", rf"{BLOCK}\.attn\.proj")
 
     def module(self) -> VisionTower:
         return VisionTower(self.config)
