@@ -189,11 +189,14 @@ def _exact(demands: Sequence[Demand], costs: _Costs) -> list[_Draft]:
     count = 1 << len(demands)
     loads: list[Load] = [(0, 0, 0, 0, 0)] * count
     value, total, taken = [0.0] * count, [0.0] * count, [0] * count
+    known: dict[Load, float] = {}  # equal pieces make equal loads
     for subset in range(1, count):
         first = subset & -subset
         demand = demands[first.bit_length() - 1]
-        loads[subset] = _add(loads[subset ^ first], _load(demand))
-        value[subset] = costs.cheapest(loads[subset])[0]
+        loads[subset] = load = _add(loads[subset ^ first], _load(demand))
+        if load not in known:
+            known[load] = costs.cheapest(load)[0]
+        value[subset] = known[load]
         low, best, others = inf, 0, subset ^ first
         some = others
         while True:  # every subset of the others, the largest first
