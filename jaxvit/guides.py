@@ -6,6 +6,7 @@ Each picture carries the data that it was drawn from; the tests hold that data, 
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -219,7 +220,9 @@ def _tuned_table(path: Path, name: str) -> str:
         cells = [f"{bucket['tokens']:,}", f"{bucket['patches']:,}" if "patches" in bucket else "-"]
         cells.append(bucket.get("attention", "auto"))
         marks = BETWEEN if bucket["tokens"] in between else {}
-        cells += [marks.get(key) or write(record[key][index]) for key, (_, write) in columns.items()]
+        for key, (_, write) in columns.items():
+            value = record[key][index]
+            cells.append(marks.get(key) or ("-" if math.isnan(value) else write(value)))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 

@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -137,8 +138,10 @@ def tune(
     Args:
         encoder: loaded with ``attention="auto"``; its first device is measured.
         ladder: the candidates; None for the family's default.
-        seconds: after half of them, a bucket that was not tried takes the backend of the nearest that was; when they
-            are over, the costs of buckets whose calls were not timed are interpolated.
+        seconds: after half of them, a bucket that was not tried takes the backend of the nearest that was; after three
+            quarters no further bucket is compiled; when they are over, no further one is timed. The largest and the
+            smallest are in any case, and the costs of the others are interpolated. What is being compiled or timed
+            then is waited for.
         note: told what is being done.
     Raises:
         OptionError: the encoder's attention backend is fixed. CapacityError: no bucket fits on the device.
@@ -166,8 +169,10 @@ def tune(
         told(f"attention {name} is left out: {reason}")
     measured = _backends(encoder, list(candidates), lambda: late(0.5), told)
     built = [one.bucket for one in measured]  # as the dispatcher knows them: with measured costs it would build anew
-    _build(encoder, measured, told)
-    _time(encoder, measured, lambda: late(1.0), told)
+    waiting = _in_turn([one for one in measured if one.dropped is None])
+    timed_ones = _build(encoder, waiting, lambda: late(0.75), told)
+    _time(encoder, timed_ones, lambda: late(1.0), told)
+    _interpolate(encoder, measured)
     drop_equals(measured)
     kept = [one for one in measured if one.dropped is None]
     if not kept:
@@ -286,7 +291,7 @@ def _trial(encoder: Encoder, bucket: Bucket, pool: ThreadPoolExecutor, lost: Map
         lost: the patches at which a backend was clearly slower.
     """
     one, platform = Measured(bucket), encoder.dispatcher.devices[0].platform
-    alone = Alone(encoder, bucket, [p for parts in (PARTS[0], PARTS[2]) if (p := _filled(encoder, bucket, parts))])
+    alone = Alone(encoder, bucket, _loads_alone(encoder, bucket))
     able = []
     for name, backend in attention.BACKENDS.items():
         scores = 4.0 * bucket.patches**2 * tower_of(encoder.family).heads
@@ -333,6 +338,11 @@ def _choose(trial: _Trial, lost: dict[str, int]) -> None:
     one.bucket = replace(one.bucket, attention=best)
 
 
+def _loads_alone(encoder: Encoder, bucket: Bucket) -> list[tuple[Piece, ...]]:
+    """What fills a bucket while attention alone is timed: few large pieces and, where there are such, sixteen."""
+    return [pieces for parts in (PARTS[0], PARTS[2]) if (pieces := _filled(encoder, bucket, parts))]
+
+
 def _filled(encoder: Encoder, bucket: Bucket, parts: int) -> tuple[Piece, ...] | None:
     return repainted(encoder.family.example(bucket)) if parts == 1 else split(encoder.family, bucket, parts)
 
@@ -340,29 +350,35 @@ def _filled(encoder: Encoder, bucket: Bucket, parts: int) -> tuple[Piece, ...] |
 # Whole calls
 
 
-def _build(encoder: Encoder, measured: Sequence[Measured], note: Callable[[str], None]) -> None:
-    """Compiles the encoder for every bucket's winner, in parallel threads. One that fails is met again when timed."""
-    dispatcher = encoder.dispatcher
-    waiting = [one for one in measured if one.dropped is None]
+def _in_turn(measured: Sequence[Measured]) -> list[Measured]:
+    """The largest and the smallest bucket, some spread between them, the rest."""
+    places = range(len(measured))
+    order = dict.fromkeys([*places[-1:], *places[:1], *places[::-APART], *reversed(places)])
+    return [measured[place] for place in order]
+
+
+def _build(
+    encoder: Encoder, waiting: Sequence[Measured], late: Callable[[], bool], note: Callable[[str], None]
+) -> list[Measured]:
+    """Compiles the encoder for every bucket's winner, in parallel threads, and returns those that may be timed: when it
+    is late, those that were compiled, at least two. One that fails is met again when timed."""
     note(f"compiling {len(waiting)} buckets")
     try:
-        for _ in dispatcher._built([(one.bucket, "uint8", 0) for one in waiting]):
-            pass
+        with closing(encoder.dispatcher._built([(one.bucket, "uint8", 0) for one in waiting])) as built:
+            for number, _ in enumerate(built):
+                if number > 0 and late():
+                    break
     except Exception:
         log.warning("tune: compiling failed", exc_info=True)
+        return list(waiting)
+    return [one for one in waiting if encoder.dispatcher.built(one.bucket) is not None]
 
 
-def _time(
-    encoder: Encoder, measured: Sequence[Measured], late: Callable[[], bool], note: Callable[[str], None]
-) -> None:
-    """Times whole calls: of the largest and the smallest bucket in any case, of some spread between them, of the rest.
-    When it is late, what is left is interpolated."""
-    waiting = [one for one in measured if one.dropped is None]
-    places = range(len(waiting))
-    for number, place in enumerate(dict.fromkeys([*places[-1:], *places[:1], *places[::-APART], *reversed(places)])):
+def _time(encoder: Encoder, waiting: Sequence[Measured], late: Callable[[], bool], note: Callable[[str], None]) -> None:
+    """Times whole calls: of the first two buckets in any case, of the others until it is late."""
+    for number, one in enumerate(waiting):
         if number > 1 and late():
             break
-        one = waiting[place]
         note(f"calls of {one.bucket.tokens} tokens")
         try:
             one.points = _calls(encoder, one.bucket)
@@ -370,21 +386,46 @@ def _time(
         except Exception as error:
             log.warning("tune: the bucket of %d tokens", one.bucket.tokens, exc_info=True)
             one.dropped = f"{type(error).__name__}: {error}"[:200]
-    known = [one.bucket for one in waiting if one.points]
-    for one in waiting:
+
+
+def _interpolate(encoder: Encoder, measured: Sequence[Measured]) -> None:
+    """Gives buckets whose calls were not timed a cost between those of the buckets around them. Where attention was
+    timed alone, only what a call takes beside it is between theirs: attention steps with the kernels' tiles."""
+    known = [one for one in measured if one.points]
+    patches = [one.bucket.patches for one in known]
+    beside = [_beside_attention(encoder, one) for one in known]
+    for one in measured:
         if one.points or one.dropped is not None:
             continue
-        if not known or not known[0].patches < one.bucket.patches < known[-1].patches:
+        if not known or not patches[0] < one.bucket.patches < patches[-1]:
             one.dropped = "not measured: the time was over"
             continue
-        patches = [bucket.patches for bucket in known]
-        constant, slope = (
-            float(np.interp(one.bucket.patches, patches, [getattr(bucket, name) for bucket in known]))
-            for name in ("constant", "slope")
-        )
+
+        def between(values: Sequence[Any], place: int = one.bucket.patches) -> float:
+            return float(np.interp(place, patches, values))
+
+        constant, slope = (between([getattr(each.bucket, name) for each in known]) for name in ("constant", "slope"))
+        one.bucket = replace(one.bucket, constant=constant, slope=slope)
+        attention_alone = _mean_cost(encoder, one) - _beside_attention(encoder, one)
+        if attention_alone > 0 and (rest := between(beside)) > 0:
+            scale = (rest + attention_alone) / _mean_cost(encoder, one)
+            constant, slope = constant * scale, slope * scale
         one.bucket = replace(one.bucket, constant=float(f"{constant:.5g}"), slope=float(f"{slope:.5g}"))
         one.points = [(squares, one.cost(squares)) for squares, _ in _fillings(encoder, one.bucket)]
         one.interpolated = True
+
+
+def _beside_attention(encoder: Encoder, one: Measured) -> float:
+    """Milliseconds of a call that are not attention, in the mean of the loads by which attention alone was timed; the
+    whole call where it was not timed."""
+    alone = one.attention.get(one.bucket.attention)
+    return _mean_cost(encoder, one) - (alone if isinstance(alone, float) else 0.0)
+
+
+def _mean_cost(encoder: Encoder, one: Measured) -> float:
+    """Milliseconds of a call by the bucket's costs, the mean of the loads by which attention alone is timed."""
+    loads = _loads_alone(encoder, one.bucket)
+    return sum(one.cost(float(sum(piece.rows**2 for piece in load))) for load in loads) / len(loads)
 
 
 def _fillings(encoder: Encoder, bucket: Bucket) -> Iterator[tuple[float, tuple[Piece, ...]]]:

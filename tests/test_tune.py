@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import tomllib
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ import jaxvit
 from jaxvit import cli, guides, paths, tune
 from jaxvit.bench import clock
 from jaxvit.bench.alone import Alone
+from jaxvit.bench.record import columns_of
 from jaxvit.buckets import executable, ladder
 from jaxvit.buckets.ladder import from_budgets, from_file
 from jaxvit.layers import attention
@@ -437,7 +440,7 @@ def test_when_time_is_over_buckets_take_the_last_winner_and_costs_between_the_en
     monkeypatch.setattr(tune.time, "monotonic", lambda: now)
     monkeypatch.setattr(tune, "_choose", choose)
     monkeypatch.setattr(tune, "_calls", calls)
-    monkeypatch.setattr(tune, "_build", lambda *_: None)
+    monkeypatch.setattr(tune, "_build", lambda encoder, waiting, *_: waiting)
     known = encoder("lfm2_5_vl")
     found = tune.tune(known, from_budgets(known.family, [64, 128, 256], platform="cpu"), seconds=10.0)
     assert [one.bucket.attention for one in found.measured] == ["xla"] * 3
@@ -450,6 +453,76 @@ def test_when_time_is_over_buckets_take_the_last_winner_and_costs_between_the_en
     assert [milliseconds for _, milliseconds in found.measured[1].points] == [128.0] * len(found.measured[1].points)
     assert found.record["interpolated"] == [128]
     assert [row[-1] for row in found.table()[2]] == ["", "between its neighbours", ""]
+
+
+def test_when_three_quarters_of_the_time_are_over_no_further_bucket_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, compiled, timed = 0.0, [], []
+
+    def built(keys: Sequence[tuple[Bucket, str, int]]) -> Iterator[None]:
+        nonlocal now
+        for bucket, _, _ in keys:
+            now += 3.0
+            compiled.append(bucket.tokens)
+            yield
+
+    def calls(encoder: jaxvit.Encoder, bucket: Bucket) -> list[tuple[float, float]]:
+        timed.append(bucket.tokens)
+        return [(1.0, 1.0 * bucket.tokens)]
+
+    known = encoder("lfm2_5_vl")
+    monkeypatch.setattr(tune.time, "monotonic", lambda: now)
+    monkeypatch.setattr(tune, "_choose", lambda *_: None)
+    monkeypatch.setattr(tune, "_calls", calls)
+    monkeypatch.setattr(known.dispatcher, "_built", built)
+    monkeypatch.setattr(known.dispatcher, "built", lambda bucket: bucket if bucket.tokens in compiled else None)
+    monkeypatch.setattr(tune, "columns_of", lambda *_, **__: {})
+    candidates = from_budgets(known.family, [64, 128, 192, 256, 320], platform="cpu")
+    found = tune.tune(known, candidates, seconds=10.0)
+    assert timed == compiled == [320, 64, 256]
+    assert [bucket.constant for bucket in found.ladder] == [64, 128, 192, 256, 320]
+    assert found.record["interpolated"] == [128, 192]
+    now, compiled[:], timed[:] = 100.0, [], []
+    assert len(tune.tune(known, candidates, seconds=1.0).ladder) == 5
+    assert timed == compiled == [320, 64], "the ends in any case"
+
+
+def test_of_a_bucket_that_was_not_compiled_the_record_knows_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = encoder("lfm2_5_vl")
+    large, small = known.ladder.buckets[-1], known.ladder.buckets[0]
+    known.dispatcher.executable(small)
+    built = known.dispatcher.built
+    monkeypatch.setattr(known.dispatcher, "built", lambda bucket: None if bucket is large else built(bucket))
+    columns = columns_of(known, [(small, [(1.0, 2.0)]), (large, [(1.0, 8.0), (0.5, 7.0)])], floor=False)
+    assert columns["few_large_ms"] == [2.0, 8.0]
+    assert columns["many_small_ms"] == [2.0, 7.0]
+    for name in ("compile_seconds", "temporary_bytes"):
+        assert columns[name][0] > 0
+        assert math.isnan(columns[name][1])
+
+
+def test_between_its_neighbours_is_what_a_call_takes_beside_its_own_attention() -> None:
+    known = encoder("lfm2_5_vl")
+
+    def made(tokens: int, alone: float, points: bool, backend: str = "xla") -> tune.Measured:
+        bucket = from_budgets(known.family, [tokens], platform="cpu").buckets[0]
+        loads = tune._loads_alone(known, bucket)
+        squares = sum(float(sum(piece.rows**2 for piece in load)) for load in loads) / len(loads)
+        bucket = replace(bucket, attention=backend, constant=0.01 * tokens, slope=alone / squares)
+        return tune.Measured(bucket, {"xla": alone, "dense": 99.0}, [(1.0, 1.0)] if points else [])
+
+    for backend in ("xla", "mosaic"):  # timed alone, and not
+        measured = [made(tokens, alone, alone != 7.0, backend) for tokens, alone in ((64, 1.0), (192, 7.0), (256, 2.0))]
+        tune._interpolate(known, measured)
+        assert [one.interpolated for one in measured] == [False, True, False]
+        found = tune._mean_cost(known, measured[1])
+        if backend == "xla":
+            assert found == pytest.approx(1.92 + 7.0, rel=1e-4)
+        else:
+            assert measured[1].bucket.constant == pytest.approx(1.92)
+            assert found < 6, "its own attention is not known"
+        assert measured[1].points[0][1] == measured[1].cost(measured[1].points[0][0])
 
 
 def test_what_lies_beyond_the_buckets_that_ran_is_not_interpolated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,7 +538,7 @@ def test_what_lies_beyond_the_buckets_that_ran_is_not_interpolated(monkeypatch: 
     monkeypatch.setattr(tune.time, "monotonic", lambda: now)
     monkeypatch.setattr(tune, "_choose", lambda *_: None)
     monkeypatch.setattr(tune, "_calls", calls)
-    monkeypatch.setattr(tune, "_build", lambda *_: None)
+    monkeypatch.setattr(tune, "_build", lambda encoder, waiting, *_: waiting)
     known = encoder("lfm2_5_vl")
     found = tune.tune(known, from_budgets(known.family, [64, 128, 256], platform="cpu"), seconds=10.0)
     assert [bucket.tokens for bucket in found.ladder] == [64]

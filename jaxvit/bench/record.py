@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ filled by few large and by many small pieces, back to back; and of the first, th
 def columns_of(
     encoder: Encoder, measured: Sequence[tuple[Bucket, Sequence[tuple[float, float]]]], *, floor: bool
 ) -> dict[str, list[Any]]:
-    """A list a column, a value a bucket. A column is left out where a bucket lacks its value.
+    """A list a column, a value a bucket. A column is left out where a bucket lacks its value; what is to be known of an
+    executable is NaN where there is none.
 
     Args:
         measured: buckets, and of each (sum of squared segment lengths, milliseconds), from few large to many small.
@@ -30,21 +32,16 @@ def columns_of(
     rate = max(product_rates(subject).values()) if floor else None
     rows = []
     for bucket, points in measured:
-        executable = dispatcher.executable(bucket)
-        entry: dict[str, Any] = {}
-        if isinstance(store, Store):
-            entry = entries.get(store.path(executable.program, executable.device).name, {})
-        seconds = executable.seconds if executable.source == "compiled" else entry.get("seconds")
+        executable = dispatcher.built(bucket)
+        made: list[Any] = [math.nan, math.nan if isinstance(store, Store) else None, math.nan]
+        if executable is not None:
+            entry: dict[str, Any] = {}
+            if isinstance(store, Store):
+                entry = entries.get(store.path(executable.program, executable.device).name, {})
+            seconds = executable.seconds if executable.source == "compiled" else entry.get("seconds")
+            made = [seconds and round(seconds, 2), entry.get("bytes"), executable.memory()["temporaries"]]
         large, small = points[0][1], points[-1][1]
         share = rate and subject.flops(encoder.family.example(bucket)) / rate * 1e3 / large
-        row = (
-            seconds and round(seconds, 2),
-            entry.get("bytes"),
-            executable.memory()["temporaries"],
-            round(large, 4),
-            round(small, 4),
-            share and round(share, 4),
-        )
-        rows.append(row)
+        rows.append([*made, round(large, 4), round(small, 4), share and round(share, 4)])
     columns = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
     return {name: column for name, column in columns.items() if None not in column}

@@ -98,19 +98,26 @@ def blocked(pieces: int, length: int) -> list[Trial]:
     return trials
 
 
-def repeated(way: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """So often, each behind the one before."""
-    out = arguments[0]
-    for _ in range(REPEATED):
-        first, _ = lax.optimization_barrier((arguments[0], out))
-        out = way(first, *arguments[1:])
-    return out
+def repeated(way: Callable[..., Any], copies: Sequence[Any], *rest: Any) -> Any:
+    """A call on each copy of the first argument, one behind the other: of one array XLA would make one call, and none
+    whose result is not used."""
+    total, out = jnp.float32(0), copies[0]
+    for each in copies:
+        each, _ = lax.optimization_barrier((each, out))
+        out = lax.optimization_barrier(way(each, *rest))
+        total += out.ravel()[0].astype(jnp.float32)
+    return total
+
+
+def given(trial: Trial) -> tuple[Any, ...]:
+    """What the compiled repetitions take: the first argument so often, and the others."""
+    first, *rest = trial[2]
+    return [first] * REPEATED, *rest
 
 
 def build(trial: Trial) -> Any:
-    _, way, arguments = trial
     try:
-        return jax.jit(lambda *given: repeated(way, given)).lower(*arguments).compile()
+        return jax.jit(partial(repeated, trial[1])).lower(*given(trial)).compile()
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0][:80]
 
@@ -128,9 +135,10 @@ def main() -> None:
         built = list(pool.map(build, trials))
     times: list[list[float]] = [[] for _ in trials]
     for _ in range(ROUNDS):
-        for (_, _, arguments), one, found in zip(trials, built, times, strict=True):
+        for trial, one, found in zip(trials, built, times, strict=True):
             if isinstance(one, str):
                 continue
+            arguments = given(trial)
             jax.block_until_ready(one(*arguments))
             start = perf_counter()
             jax.block_until_ready([one(*arguments) for _ in range(CALLS)])
