@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -477,6 +477,14 @@ def test_a_warm_up_that_is_interrupted_can_be_finished():
     assert same_bits(fresh.encode(picture(64, 64)), encoder("lfm2_5_vl").encode(picture(64, 64)))
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell that starts a process in the background has it ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupted(rounds: int) -> None:
     """Sends this process real SIGINTs at random moments of calls; the first rounds compile, too."""
     rng = random.Random(6)
@@ -501,12 +509,14 @@ def interrupted(rounds: int) -> None:
     assert 1 <= shared.stats()["compilations"] <= len(BUDGETS)
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal to a thread")
 def test_20_real_interrupts_change_no_bit_of_later_calls():
     interrupted(20)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal to a thread")
 def test_500_real_interrupts_change_no_bit_of_later_calls():
     interrupted(500)

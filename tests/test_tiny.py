@@ -82,8 +82,8 @@ def test_real_shapes_are_written_with_the_layers_asked_for(tmp_path):
 
 
 def test_kimi_comes_as_two_of_64_shards(tmp_path, monkeypatch):
-    cut = tiny._cut
-    monkeypatch.setattr(tiny, "_cut", lambda name, layers: _narrow(*cut(name, layers)))
+    cut = tiny.cut
+    monkeypatch.setattr(tiny, "cut", lambda name, layers: _narrow(*cut(name, layers)))
     folder = tiny.random_full_size("moonshotai/Kimi-K2.5", tmp_path, layers=1)
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     assert names == ["model-00063-of-000064.safetensors", "model-00064-of-000064.safetensors"]
@@ -101,7 +101,7 @@ def _narrow(files: dict, tensors: dict) -> tuple[dict, dict]:
 
 
 def test_full_attention_blocks_beyond_the_last_layer_are_dropped(tmp_path):
-    files, _ = tiny._cut("Qwen/Qwen2.5-VL-3B-Instruct", 16)
+    files, _ = tiny.cut("Qwen/Qwen2.5-VL-3B-Instruct", 16)
     assert files["config.json"]["vision_config"]["depth"] == 16
     assert files["config.json"]["vision_config"]["fullatt_block_indexes"] == [7, 15]
 
