@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -84,6 +83,11 @@ class Measured:
     def cost(self, squares: float) -> float:
         """Milliseconds of a call by the fit."""
         return (self.bucket.constant or 0.0) + (self.bucket.slope or 0.0) * squares
+
+    def alone(self) -> float | None:
+        """Milliseconds of its own backend's attention alone, None where that was not timed."""
+        value = self.attention.get(self.bucket.attention)
+        return value if isinstance(value, float) else None
 
 
 @dataclass
@@ -169,9 +173,11 @@ def tune(
         told(f"attention {name} is left out: {reason}")
     measured = _backends(encoder, list(candidates), lambda: late(0.5), told)
     built = [one.bucket for one in measured]  # as the dispatcher knows them: with measured costs it would build anew
-    waiting = _in_turn([one for one in measured if one.dropped is None])
-    timed_ones = _build(encoder, waiting, lambda: late(0.75), told)
-    _time(encoder, timed_ones, lambda: late(1.0), told)
+    waiting = [one for one in measured if one.dropped is None]
+    first = list(reversed(_spread(range(len(waiting)))))
+    order = dict.fromkeys([*first[:1], *first[-1:], *first, *reversed(range(len(waiting)))])  # both ends first
+    able = _build(encoder, [waiting[place] for place in order], lambda: late(0.75), told)
+    _time(encoder, able, lambda: late(1.0), told)
     _interpolate(encoder, measured)
     drop_equals(measured)
     kept = [one for one in measured if one.dropped is None]
@@ -227,9 +233,10 @@ def _backends(
     found: dict[int, Measured] = {}
     lost: dict[str, int] = {}
     every = range(len(buckets))
+    first = _spread(every)
     pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
     try:
-        for places in (every[::APART], [place for place in every if place % APART]):
+        for places in (first, [place for place in every if place not in first]):
             if found and late():
                 break
             note(f"compiling the attention of {len(places)} buckets")
@@ -244,6 +251,11 @@ def _backends(
         pool.shutdown(cancel_futures=True)
     tried = [one for one in found.values() if one.dropped is None] or list(found.values())
     return [found.get(place) or Measured(_as_nearest(buckets[place], tried)) for place in every]
+
+
+def _spread(places: range) -> list[int]:
+    """Every so many of a ladder's places, both ends among them: what is tried, compiled and timed first."""
+    return sorted({*places[::APART], *places[-1:]})
 
 
 def _as_nearest(bucket: Bucket, tried: Iterable[Measured]) -> Bucket:
@@ -350,28 +362,34 @@ def _filled(encoder: Encoder, bucket: Bucket, parts: int) -> tuple[Piece, ...] |
 # Whole calls
 
 
-def _in_turn(measured: Sequence[Measured]) -> list[Measured]:
-    """The largest and the smallest bucket, some spread between them, the rest."""
-    places = range(len(measured))
-    order = dict.fromkeys([*places[-1:], *places[:1], *places[::-APART], *reversed(places)])
-    return [measured[place] for place in order]
-
-
 def _build(
     encoder: Encoder, waiting: Sequence[Measured], late: Callable[[], bool], note: Callable[[str], None]
 ) -> list[Measured]:
-    """Compiles the encoder for every bucket's winner, in parallel threads, and returns those that may be timed: when it
-    is late, those that were compiled, at least two. One that fails is met again when timed."""
+    """Compiles the encoder for every bucket's winner, in parallel threads; when it is late, only the first two of them
+    are begun. Returns those that may be timed. One that fails is among them and met again there."""
+    dispatcher, pool = encoder.dispatcher, ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
     note(f"compiling {len(waiting)} buckets")
+
+    def compiled(number: int, bucket: Bucket) -> bool:
+        if number > 1 and late():
+            return False
+        dispatcher.executable(bucket)
+        return True
+
+    able = []
     try:
-        with closing(encoder.dispatcher._built([(one.bucket, "uint8", 0) for one in waiting])) as built:
-            for number, _ in enumerate(built):
-                if number > 0 and late():
-                    break
-    except Exception:
-        log.warning("tune: compiling failed", exc_info=True)
-        return list(waiting)
-    return [one for one in waiting if encoder.dispatcher.built(one.bucket) is not None]
+        futures = [pool.submit(compiled, number, one.bucket) for number, one in enumerate(waiting)]
+        for one, future in zip(waiting, futures, strict=True):
+            try:
+                ready = future.result()
+            except Exception:
+                log.warning("tune: compiling %d tokens failed", one.bucket.tokens, exc_info=True)
+                ready = True
+            if ready:
+                able.append(one)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return able
 
 
 def _time(encoder: Encoder, waiting: Sequence[Measured], late: Callable[[], bool], note: Callable[[str], None]) -> None:
@@ -390,36 +408,29 @@ def _time(encoder: Encoder, waiting: Sequence[Measured], late: Callable[[], bool
 
 def _interpolate(encoder: Encoder, measured: Sequence[Measured]) -> None:
     """Gives buckets whose calls were not timed a cost between those of the buckets around them. Where attention was
-    timed alone, only what a call takes beside it is between theirs: attention steps with the kernels' tiles."""
+    timed alone, theirs and its own, only what a call takes beside it is between: attention steps with the tiles."""
     known = [one for one in measured if one.points]
-    patches = [one.bucket.patches for one in known]
-    beside = [_beside_attention(encoder, one) for one in known]
+    beside = [(one.bucket.patches, _mean_cost(encoder, one) - alone) for one in known if (alone := one.alone())]
     for one in measured:
         if one.points or one.dropped is not None:
             continue
-        if not known or not patches[0] < one.bucket.patches < patches[-1]:
+        place, patches = one.bucket.patches, [each.bucket.patches for each in known]
+        if not known or not patches[0] < place < patches[-1]:
             one.dropped = "not measured: the time was over"
             continue
-
-        def between(values: Sequence[Any], place: int = one.bucket.patches) -> float:
-            return float(np.interp(place, patches, values))
-
-        constant, slope = (between([getattr(each.bucket, name) for each in known]) for name in ("constant", "slope"))
+        constant, slope = (
+            float(np.interp(place, patches, [getattr(each.bucket, name) for each in known]))
+            for name in ("constant", "slope")
+        )
         one.bucket = replace(one.bucket, constant=constant, slope=slope)
-        attention_alone = _mean_cost(encoder, one) - _beside_attention(encoder, one)
-        if attention_alone > 0 and (rest := between(beside)) > 0:
-            scale = (rest + attention_alone) / _mean_cost(encoder, one)
+        alone = one.alone()
+        if alone and beside and beside[0][0] < place < beside[-1][0]:
+            rest = float(np.interp(place, *zip(*beside, strict=True)))
+            scale = max(rest + alone, 0.0) / _mean_cost(encoder, one)
             constant, slope = constant * scale, slope * scale
         one.bucket = replace(one.bucket, constant=float(f"{constant:.5g}"), slope=float(f"{slope:.5g}"))
         one.points = [(squares, one.cost(squares)) for squares, _ in _fillings(encoder, one.bucket)]
         one.interpolated = True
-
-
-def _beside_attention(encoder: Encoder, one: Measured) -> float:
-    """Milliseconds of a call that are not attention, in the mean of the loads by which attention alone was timed; the
-    whole call where it was not timed."""
-    alone = one.attention.get(one.bucket.attention)
-    return _mean_cost(encoder, one) - (alone if isinstance(alone, float) else 0.0)
 
 
 def _mean_cost(encoder: Encoder, one: Measured) -> float:

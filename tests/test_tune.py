@@ -6,10 +6,10 @@ import math
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -24,6 +24,7 @@ from jaxvit.buckets import executable, ladder
 from jaxvit.buckets.ladder import from_budgets, from_file
 from jaxvit.layers import attention
 from jaxvit.layers.fuse import Weights, parameter_shapes
+from jaxvit.layers.rope import Neighbours
 from jaxvit.models.family import Bucket
 from tests.families import checkpoint, encoder
 
@@ -194,7 +195,7 @@ def test_a_bucket_between_its_neighbours_has_no_figures_in_the_guides_table(
     monkeypatch.setattr(paths, "data", lambda name: tmp_path / name)
     record = {
         "interpolated": [128],
-        "compile_seconds": [1.0, 2.0, 3.0],
+        "compile_seconds": [1.0, math.nan, 3.0],
         "few_large_ms": [1.0, 2.0, 3.0],
         "many_small_ms": [0.5, 1.5, 2.5],
         "share_of_floor": [0.25, 0.5, 0.75],
@@ -205,7 +206,7 @@ def test_a_bucket_between_its_neighbours_has_no_figures_in_the_guides_table(
     rows = [line for line in section.splitlines() if line.startswith("| ")]
     assert rows[1:] == [
         "| 64 | 256 | dense | 1.0 | 1.000 | 0.500 | 0.25 |",
-        "| 128 | 512 | dense | 2.0 | between its neighbours | between its neighbours | - |",
+        "| 128 | 512 | dense | - | between its neighbours | between its neighbours | - |",
         "| 256 | 1,024 | dense | 3.0 | 3.000 | 2.500 | 0.75 |",
     ]
     said = " ".join(section.split("###")[0].split())
@@ -322,9 +323,9 @@ def test_buckets_spread_over_the_ladder_are_tried_first(monkeypatch: pytest.Monk
     monkeypatch.setattr(tune, "_trial", trial)
     monkeypatch.setattr(tune, "_choose", choose)
     found = tune._backends(known, buckets, lambda: False, lambda _: None)
-    assert order == [64, 320, 128, 192, 256, 384]
+    assert order == [64, 320, 384, 128, 192, 256]
     assert [one.bucket for one in found] == list(buckets)
-    assert seen == [{}] * 2 + [{"dense": 1}] * 4
+    assert seen == [{}] * 3 + [{"dense": 1}] * 3
 
 
 def test_when_it_is_late_what_is_not_compiled_yet_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +402,9 @@ def test_attention_alone_has_the_head_dim_of_a_projection_cut_by_heads(monkeypat
     heads = known.family.config.num_attention_heads
     assert plain.inputs[0][0].shape == (bucket.patches, 3, heads, known.family.config.head_dim)
     assert alone.inputs[0][0].shape == (bucket.patches, 3, heads, 2 * known.family.widenings()[2].padded)
-    assert alone.inputs[1] is not None, "on a CPU the product does not rotate"
+    assert isinstance(alone.inputs[1], Neighbours), "on a CPU the product does not rotate"
+    assert isinstance(plain.inputs[1], tuple)
+    assert not isinstance(plain.inputs[1], Neighbours)
 
 
 def test_a_bucket_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,37 +458,65 @@ def test_when_time_is_over_buckets_take_the_last_winner_and_costs_between_the_en
     assert [row[-1] for row in found.table()[2]] == ["", "between its neighbours", ""]
 
 
-def test_when_three_quarters_of_the_time_are_over_no_further_bucket_is_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, compiled, timed = 0.0, [], []
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """An encoder whose buckets take three seconds each to compile, one at a time, on a clock of their own, and a
+    millisecond a token to run; the largest fails where ``fails``."""
+    state = SimpleNamespace(encoder=encoder("lfm2_5_vl"), now=0.0, compiled=[], timed=[], fails=False)
 
-    def built(keys: Sequence[tuple[Bucket, str, int]]) -> Iterator[None]:
-        nonlocal now
-        for bucket, _, _ in keys:
-            now += 3.0
-            compiled.append(bucket.tokens)
-            yield
+    def executable(bucket: Bucket) -> None:
+        state.now += 3.0
+        state.compiled.append(bucket.tokens)
+        if state.fails and bucket.tokens == 320:
+            raise jaxvit.errors.CapacityError("too large")
 
     def calls(encoder: jaxvit.Encoder, bucket: Bucket) -> list[tuple[float, float]]:
-        timed.append(bucket.tokens)
+        state.timed.append(bucket.tokens)
+        if state.fails and bucket.tokens == 320:
+            raise jaxvit.errors.CapacityError("too large")
         return [(1.0, 1.0 * bucket.tokens)]
 
-    known = encoder("lfm2_5_vl")
-    monkeypatch.setattr(tune.time, "monotonic", lambda: now)
+    monkeypatch.setattr(tune.time, "monotonic", lambda: state.now)
+    monkeypatch.setattr(tune, "THREADS", 1)
     monkeypatch.setattr(tune, "_choose", lambda *_: None)
     monkeypatch.setattr(tune, "_calls", calls)
-    monkeypatch.setattr(known.dispatcher, "_built", built)
-    monkeypatch.setattr(known.dispatcher, "built", lambda bucket: bucket if bucket.tokens in compiled else None)
+    monkeypatch.setattr(state.encoder.dispatcher, "executable", executable)
     monkeypatch.setattr(tune, "columns_of", lambda *_, **__: {})
-    candidates = from_budgets(known.family, [64, 128, 192, 256, 320], platform="cpu")
-    found = tune.tune(known, candidates, seconds=10.0)
-    assert timed == compiled == [320, 64, 256]
+    state.candidates = from_budgets(state.encoder.family, [64, 128, 192, 256, 320], platform="cpu")
+    return state
+
+
+def test_when_three_quarters_of_the_time_are_over_no_further_bucket_is_compiled(compiling: SimpleNamespace) -> None:
+    found = tune.tune(compiling.encoder, compiling.candidates, seconds=10.0)
+    assert compiling.timed == compiling.compiled == [320, 64, 256]
     assert [bucket.constant for bucket in found.ladder] == [64, 128, 192, 256, 320]
     assert found.record["interpolated"] == [128, 192]
-    now, compiled[:], timed[:] = 100.0, [], []
-    assert len(tune.tune(known, candidates, seconds=1.0).ladder) == 5
-    assert timed == compiled == [320, 64], "the ends in any case"
+
+
+def test_the_ends_are_compiled_and_timed_however_little_time_there_is(compiling: SimpleNamespace) -> None:
+    assert len(tune.tune(compiling.encoder, compiling.candidates, seconds=1.0).ladder) == 5
+    assert compiling.timed == compiling.compiled == [320, 64]
+
+
+@pytest.mark.parametrize(("seconds", "compiled"), [(None, [320, 64, 256, 192, 128]), (10.0, [320, 64, 256])])
+def test_a_bucket_that_cannot_be_compiled_takes_none_of_the_others_along(
+    compiling: SimpleNamespace, seconds: float | None, compiled: list[int]
+) -> None:
+    compiling.fails = True
+    found = tune.tune(compiling.encoder, compiling.candidates, seconds=seconds)
+    assert compiling.timed == compiling.compiled == compiled
+    assert [bucket.tokens for bucket in found.ladder] == [64, 128, 192, 256]
+    assert str(found.measured[-1].dropped) == "CapacityError: too large"
+
+
+def test_what_is_tried_first_is_compiled_and_timed_first() -> None:
+    assert [tune._spread(range(count)) for count in (1, 2, 4, 6, 9)] == [
+        [0],
+        [0, 1],
+        [0, 3],
+        [0, 4, 5],
+        [0, 4, 8],
+    ]
 
 
 def test_of_a_bucket_that_was_not_compiled_the_record_knows_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,27 +533,39 @@ def test_of_a_bucket_that_was_not_compiled_the_record_knows_no_size(monkeypatch:
         assert math.isnan(columns[name][1])
 
 
-def test_between_its_neighbours_is_what_a_call_takes_beside_its_own_attention() -> None:
+@pytest.mark.parametrize(
+    ("alone", "own"),
+    [
+        ({64, 192, 256}, True),
+        ({64, 128, 192, 256}, True),  # of two of the timed ones' neighbours nothing is known: only the others count
+        ({64, 256}, False),  # its own attention is not known
+        ({192}, False),  # nor that of the buckets around it
+        ({64, 192}, False),
+    ],
+)
+def test_between_its_neighbours_is_what_a_call_takes_beside_its_own_attention(alone: set[int], own: bool) -> None:
     known = encoder("lfm2_5_vl")
+    attention_of = {64: 1.0, 128: 1.5, 160: 1.6, 192: 7.0, 224: 1.9, 256: 2.0}
 
-    def made(tokens: int, alone: float, points: bool, backend: str = "xla") -> tune.Measured:
+    def made(tokens: int) -> tune.Measured:
         bucket = from_budgets(known.family, [tokens], platform="cpu").buckets[0]
         loads = tune._loads_alone(known, bucket)
         squares = sum(float(sum(piece.rows**2 for piece in load)) for load in loads) / len(loads)
-        bucket = replace(bucket, attention=backend, constant=0.01 * tokens, slope=alone / squares)
-        return tune.Measured(bucket, {"xla": alone, "dense": 99.0}, [(1.0, 1.0)] if points else [])
+        bucket = replace(bucket, attention="xla", constant=0.01 * tokens, slope=attention_of[tokens] / squares)
+        times = {"xla": attention_of[tokens] if tokens in alone else tune.LOST_BELOW, "dense": 99.0}
+        return tune.Measured(bucket, times, [] if tokens == 192 else [(1.0, 1.0)])
 
-    for backend in ("xla", "mosaic"):  # timed alone, and not
-        measured = [made(tokens, alone, alone != 7.0, backend) for tokens, alone in ((64, 1.0), (192, 7.0), (256, 2.0))]
-        tune._interpolate(known, measured)
-        assert [one.interpolated for one in measured] == [False, True, False]
-        found = tune._mean_cost(known, measured[1])
-        if backend == "xla":
-            assert found == pytest.approx(1.92 + 7.0, rel=1e-4)
-        else:
-            assert measured[1].bucket.constant == pytest.approx(1.92)
-            assert found < 6, "its own attention is not known"
-        assert measured[1].points[0][1] == measured[1].cost(measured[1].points[0][0])
+    measured = [made(tokens) for tokens in attention_of]
+    target = measured[3]
+    tune._interpolate(known, measured)
+    assert [one.interpolated for one in measured] == [one is target for one in measured]
+    found = tune._mean_cost(known, target)
+    if own:
+        assert found == pytest.approx(1.92 + 7.0, rel=1e-4)
+    else:
+        assert target.bucket.constant == pytest.approx(1.92)
+        assert 1.92 < found < 5
+    assert target.points[0][1] == target.cost(target.points[0][0])
 
 
 def test_what_lies_beyond_the_buckets_that_ran_is_not_interpolated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -374,7 +374,7 @@ class Dispatcher:
         """The bucket's executable if it is compiled or loaded already."""
         return self._ready.get((bucket, pixels, device))
 
-    def _built(self, keys: Sequence[Key]) -> Generator[tuple[Key, Executable], None, None]:
+    def _built(self, keys: Sequence[Key]) -> Iterator[tuple[Key, Executable]]:
         """Executables in order, built in parallel threads."""
         with ThreadPoolExecutor(min(len(keys), os.cpu_count() or 1) or 1, "jaxvit-build") as pool:
             built = [submitted(pool, self.executable, *key) for key in keys]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from jaxvit.buckets.launch import Launch, launcher, own_settings
 from jaxvit.buckets.scratch import Scratch
 from jaxvit.errors import CapacityError, OptionError
 from jaxvit.layers import attention, hopper
-from jaxvit.layers.fuse import Pairing, Weights, bind, parameter_shapes
+from jaxvit.layers.fuse import Pairing, Step, Weights, bind, parameter_shapes
 from jaxvit.layers.hopper import hold
 from jaxvit.layers.pixels import normalise
 from jaxvit.models.family import Bucket, Buffer, Family, Piece, Probe, Rows, no_probe
@@ -144,6 +144,11 @@ class Program:
         weights = self.weights.avals(np.dtype(jnp.dtype(self.dtype)), place)
 
         rooms = [jax.ShapeDtypeStruct((length,), scratch.WORD, sharding=place) for length in self.scratch]
+        with own_settings():
+            return jax.jit(self.entry(probe), donate_argnums=1).lower(weights, rooms, *avals)
+
+    def entry(self, probe: Probe = no_probe) -> Callable[..., tuple[Any, ...]]:
+        """What is compiled: (weights, memory that stays in place, *arrays) -> embeddings, finite, that memory again."""
 
         def bucket(weights: Sequence[Any], rooms: Sequence[Any], *arrays: Any) -> tuple[Any, ...]:
             # Everything comes after the rooms are there, or XLA would hold them full while it makes its first arrays.
@@ -154,8 +159,7 @@ class Program:
             with hopper.kernels_for(self.platform, self.dtype):
                 return embeddings, finite, *hold.untouched(embeddings, rooms)
 
-        with own_settings():
-            return jax.jit(bucket, donate_argnums=1).lower(weights, rooms, *avals)
+        return bucket
 
     def intermediates(self, device: jax.Device, weights: Sequence[jax.Array], piece: Piece) -> dict[str, np.ndarray]:
         """Runs one piece and hands out every named intermediate: float32 [rows, features]."""
@@ -201,12 +205,12 @@ def _module(family: Family) -> nnx.Module:
 
 @lru_cache(maxsize=8)
 def _weights(family: Family, platform: str, dtype: str, kernels: bool) -> Weights:
-    widenings = () if platform == "cpu" else family.widenings()
+    steps: tuple[Step, ...] = () if platform == "cpu" else family.widenings()
     pairings: tuple[Pairing, ...] = ()
     if kernels:
-        widenings, pairings = (*widenings, *family.by_head()), family.pairings()
+        steps, pairings = (*steps, *family.by_head()), family.pairings()
     biases = platform != "cpu" and dtype != "float32"
-    return Weights.of(parameter_shapes(_module(family)), widenings, pairings, biases=biases, apart=kernels)
+    return Weights.of(parameter_shapes(_module(family)), steps, pairings, biases=biases, apart=kernels)
 
 
 def pad(buffer: Buffer, rows: Rows | None) -> np.ndarray | None:

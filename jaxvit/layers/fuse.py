@@ -1,9 +1,10 @@
 """Canonical parameters -> the flat list of arrays an executable takes, and back inside the traced program.
 
 Canonical parameters carry the module's attribute paths ("blocks.0.attn.qkv.kernel") and the checkpoint's sizes. What is
-done to them for speed is exact and stands here alone: axes are padded with zeros to sizes that the device likes, two
-layers that one kernel computes lie in one array, a kernel lies transposed where that suits the product, and the vectors
-of the norms lie in one array, because every argument of an executable costs time at each call.
+done to them for speed is exact and stands here alone: axes are padded with zeros to sizes that the device likes, the
+values of heads are reordered and a kernel lies transposed where that suits the product, two layers that one kernel
+computes lie in one array, and the vectors of the norms lie in one array, because every argument of an executable costs
+time at each call.
 
 A norm reads its vectors where they lie. XLA's products want a bias as an array of its own, and XLA for GPUs makes a
 kernel for each bare slice. Of slices of one length that are also converted it makes a single kernel. So the biases lie
@@ -233,7 +234,7 @@ class Weights:
         biases: (path, padded shape) of every parameter in the packed array in float32, behind the vectors.
         apart: the same are also arrays of their own in the compute dtype, the last arguments. A program takes one or
             the other; what it does not take is no argument of its executable.
-        widenings: the padding and transposing, one behind the other.
+        steps: the padding, reordering and transposing, one behind the other.
         joined: (path of the first, path of the second, how) of every two parameters in one array, which stands under
             the first.
     """
@@ -241,7 +242,7 @@ class Weights:
     matrices: tuple[Place, ...]
     vectors: tuple[Place, ...]
     biases: tuple[Place, ...]
-    widenings: tuple[Step, ...]
+    steps: tuple[Step, ...]
     joined: tuple[tuple[str, str, Pairing], ...] = ()
     apart: bool = False
 
@@ -249,7 +250,7 @@ class Weights:
     def of(
         cls,
         shapes: Mapping[str, tuple[int, ...]],
-        widenings: Sequence[Step] = (),
+        steps: Sequence[Step] = (),
         pairings: Sequence[Pairing] = (),
         biases: bool = False,
         apart: bool = False,
@@ -263,8 +264,8 @@ class Weights:
         padded = {}
         for name in sorted(shapes):
             shape = shapes[name]
-            for widening in widenings:
-                shape = widening.shape(name, shape)
+            for step in steps:
+                shape = step.shape(name, shape)
             padded[name] = shape
         vectors = {name for name, shape in padded.items() if len(shape) == 1}
         added = {name for name in vectors if beside(name) in padded}
@@ -283,7 +284,7 @@ class Weights:
 
         loose = vectors - added
         matrices = places(set(padded) - loose - packed)
-        return cls(matrices, places(loose), places(packed), tuple(widenings), tuple(joined), apart)
+        return cls(matrices, places(loose), places(packed), tuple(steps), tuple(joined), apart)
 
     @property
     def names(self) -> list[str]:
@@ -304,8 +305,8 @@ class Weights:
     def widened(self, name: str, array: np.ndarray) -> np.ndarray:
         """A canonical parameter as it lies in the arguments, but for what is joined and packed."""
         moved = array.view(f"u{array.dtype.itemsize}")  # which NumPy moves without holding Python's lock
-        for widening in self.widenings:
-            moved = widening.apply(name, moved)
+        for step in self.steps:
+            moved = step.apply(name, moved)
         return moved.view(array.dtype)
 
     def pack(
@@ -354,7 +355,7 @@ class Weights:
         parameters = {name: array for (name, _), array in zip(self.matrices, arrays, strict=False)}
         rest = list(arrays[len(self.matrices) :])
         own = {first for first, _, _ in self.joined}
-        own |= {name for name, _ in self.biases for step in self.widenings if step.by_kernel(beside(name))}
+        own |= {name for name, _ in self.biases for step in self.steps if step.by_kernel(beside(name))}
         packed_ones = [(rest.pop(0), places) for places in filter(None, (self.vectors, self.biases))]
         alone = {name: rest.pop(0) for name, _ in self.biases} if self.apart else {}
         for packed, places in packed_ones:

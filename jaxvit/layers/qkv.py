@@ -2,7 +2,7 @@
 
 For that the projection's kernel lies transposed and cut by heads, [3 x heads, dim, inputs], and what a rotation turns
 lies beside each other: ``layers.fuse.Interleaving`` and ``layers.fuse.ByHead`` do it when the weights are loaded. Both
-values of a pair are then in one thread, and nothing is written that is not rotated. A head's padding lies behind its
+values of a pair are then in one thread, and q and k are never written unrotated. A head's padding lies behind its
 values: it is written, since attention reads heads of whole tiles, but not multiplied.
 """
 
@@ -81,8 +81,7 @@ def turned(x: Array, kernel: Array, bias: Array, start: Array, table: Array, hea
         table: float32 [patches, width], see ``layers.rope.Neighbours``.
     """
     _, dim, inputs = kernel.shape
-    count, last = tile.runs, 2 * heads // tile.runs
-    """The tile that holds the last of k and the first of v, if there is one that does."""
+    count, last = tile.runs, 2 * heads // tile.runs  # the tile with the first head of v, and the last of k before it
 
     def finish(part: Part, put: Put, number: Array, known: Sequence[Array]) -> None:
         def heads_with(rotations: int) -> tuple[Array, ...]:

@@ -56,19 +56,20 @@ def rotation(angles: Float[Array, "patches pairs"]) -> Rotation:
 
 
 def rotate(x: Float[Array, "patches heads dim"], turn: Rotation) -> Float[Array, "patches heads dim"]:
-    """Rotates (x[i], x[i + dim/2]) by angle i, where the rotation is of neighbours (x[2i], x[2i + 1]); in float32."""
-    half, beside = x.shape[-1] // 2, isinstance(turn, Neighbours)
+    """Rotates (x[i], x[i + dim/2]) by angle i, in float32; a rotation of neighbours turns (x[2i], x[2i + 1])."""
+    half = x.shape[-1] // 2
     cos, sin = (each[:, None, :] for each in widened(turn, half))
     wide = x.astype(jnp.float32)
-    first, second = (wide[..., ::2], wide[..., 1::2]) if beside else (wide[..., :half], wide[..., half:])
-    turned = first * cos - second * sin, second * cos + first * sin
-    joined = jnp.stack(turned, axis=-1).reshape(x.shape) if beside else jnp.concatenate(turned, axis=-1)
-    return joined.astype(x.dtype)
+    if isinstance(turn, Neighbours):  # each value by itself: one loop for XLA, where slices and a stack would be more
+        other = wide.reshape(*x.shape[:-1], half, 2)[..., ::-1].reshape(x.shape)
+        signed = jnp.stack([-sin, sin], axis=-1).reshape(*sin.shape[:-1], 2 * half)
+        return (wide * jnp.repeat(cos, 2, axis=-1) + other * signed).astype(x.dtype)
+    first, second = wide[..., :half], wide[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def widened(turn: Rotation, half: int) -> Rotation:
     """The rotation of a head whose pairs were padded with zeros to ``half``: pairs beyond turn by nothing."""
     cos, sin = turn
     extra = ((0, 0), (0, half - cos.shape[-1]))
-    wide = (jnp.pad(cos, extra, constant_values=1), jnp.pad(sin, extra))
-    return Neighbours(*wide) if isinstance(turn, Neighbours) else wide
+    return jnp.pad(cos, extra, constant_values=1), jnp.pad(sin, extra)

@@ -289,7 +289,7 @@ class Family(ABC):
         return ()
 
     def by_head(self) -> tuple[Interleaving | ByHead, ...]:
-        """Fused projections of the tower that one kernel can rotate, where it runs."""
+        """Where that kernel runs: how the projections that it rotates lie, and what reads their results."""
         return ()
 
     def pairings(self) -> tuple[Pairing, ...]:

@@ -2,9 +2,10 @@
 
     python3 tests/gpu/program.py kimi qwen lfm --loads 4x1024
 
-A row each: the instructions of the compiled program by kind, in recorded graphs (command buffers) and outside of them;
-a weight that is copied would be a ``copy``. Then a full bucket beside one that holds the smallest piece: milliseconds,
-back to back. It needs no installed package: run it in the repository.
+A row each: the instructions of the compiled program by kind, in recorded graphs (where the text of the program knows
+of them) and outside of them. A matrix that is copied would be a ``copy``; biases that XLA takes out of their packed
+array are in a fusion. Then a full bucket beside one that holds a small piece: milliseconds, back to back. It needs no
+installed package: run it in the repository.
 """
 
 from __future__ import annotations

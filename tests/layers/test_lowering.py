@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from jaxvit.buckets import scratch
 from jaxvit.buckets.executable import Program
 from jaxvit.buckets.ladder import complete
 from jaxvit.layers import hopper
@@ -39,6 +40,7 @@ TOWERS = {
     ("LiquidAI/LFM2.5-VL-450M", 2, LARGE): {"layer_norm": 5, "attention": 2},
     ("LiquidAI/LFM2.5-VL-1.6B", 2, LARGE): {"layer_norm": 5, "attention": 2},
 }
+KERNEL = "stablehlo.custom_call @mosaic_gpu"
 FUNCTIONS = {
     "_layer_norm": "layer_norm",
     "_rms_norm": "rms_norm",
@@ -59,13 +61,17 @@ def test_a_tower_is_lowered_with_its_kernels(name: str, blocks: int, tokens: int
     place = SingleDeviceSharding(jax.devices()[0])
     weights = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.weights.avals(np.dtype(jnp.bfloat16), place)]
     arrays = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in program.buffers]
-    text = jax.jit(program.apply).trace(weights, *arrays).lower(lowering_platforms=("cuda",)).as_text()
+    rooms = [jax.ShapeDtypeStruct((length,), scratch.WORD) for length in program.scratch]
+    text = jax.jit(program.entry()).trace(weights, rooms, *arrays).lower(lowering_platforms=("cuda",)).as_text()
     calls = Counter(re.sub(r"_\d+$", "", called) for called in re.findall(r" call @(\w+)\(", text))
     assert {FUNCTIONS[one]: count for one, count in calls.items() if one in FUNCTIONS} == TOWERS[name, blocks, tokens]
     bodies = re.split(r"\n  func\.func ", text)
     kernels = [body for body in bodies if re.sub(r"_\d+$", "", body.split("@")[1].split("(")[0]) in FUNCTIONS]
     assert kernels
-    assert all("stablehlo.custom_call @mosaic_gpu" in body for body in kernels)
+    assert all(KERNEL in body for body in kernels)
+    [main] = [body for body in bodies if body.startswith("public @main")]
+    assert bool(rooms) == (tokens < LARGE)
+    assert main.count(KERNEL) == bool(rooms), "that memory is held by a kernel of its own"
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128])
@@ -74,7 +80,7 @@ def test_attention_is_lowered_in_each_tiling(tiling: mosaic.Tiling, dim: int):
     q, rows = jax.ShapeDtypeStruct((256, 12, dim), jnp.bfloat16), jax.ShapeDtypeStruct((256,), jnp.int32)
     traced = mosaic.flash.trace(q, q, q, rows, rows, 4, (0, 4, 8), 0.1, tiling)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert text.count(KERNEL) == 1
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96])
@@ -84,4 +90,4 @@ def test_attention_of_windows_is_lowered_with_either_rotation(beside: bool, dim:
     half = jax.ShapeDtypeStruct((256, dim // 2), jnp.float32)
     tables = (jax.ShapeDtypeStruct((256, dim), jnp.float32),) if beside else (half, half)
     text = windows.attend.trace(qkv, tables, rows, rows, 0.1).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert text.count(KERNEL) == 1
