@@ -410,7 +410,9 @@ def _interpolate(encoder: Encoder, measured: Sequence[Measured]) -> None:
     """Gives buckets whose calls were not timed a cost between those of the buckets around them. Where attention was
     timed alone, theirs and its own, only what a call takes beside it is between: attention steps with the tiles."""
     known = [one for one in measured if one.points]
-    beside = [(one.bucket.patches, _mean_cost(encoder, one) - alone) for one in known if (alone := one.alone())]
+    timed_alone = [one for one in known if one.alone()]
+    places = [one.bucket.patches for one in timed_alone]
+    beside = [_mean_cost(encoder, one) - (one.alone() or 0.0) for one in timed_alone]
     for one in measured:
         if one.points or one.dropped is not None:
             continue
@@ -424,8 +426,8 @@ def _interpolate(encoder: Encoder, measured: Sequence[Measured]) -> None:
         )
         one.bucket = replace(one.bucket, constant=constant, slope=slope)
         alone = one.alone()
-        if alone and beside and beside[0][0] < place < beside[-1][0]:
-            rest = float(np.interp(place, *zip(*beside, strict=True)))
+        if alone and places and places[0] < place < places[-1]:
+            rest = float(np.interp(place, places, beside))
             scale = max(rest + alone, 0.0) / _mean_cost(encoder, one)
             constant, slope = constant * scale, slope * scale
         one.bucket = replace(one.bucket, constant=float(f"{constant:.5g}"), slope=float(f"{slope:.5g}"))
