@@ -147,7 +147,7 @@ def product(
 
             def one_tile(number: Array, before: Array) -> Array:
                 """``before``: blocks of inputs that this block of threads has walked so far."""
-                row, across_at = place(number)
+                row, column_tile = place(number)
                 mine = pl.ds(row * ROWS + group * half, half)
 
                 def from_tables() -> tuple[Array, ...]:
@@ -157,7 +157,7 @@ def product(
                     shapes = [(half, each.shape[1]) for each in tables_all]
                     return tuple(plgpu.layout_cast(jnp.zeros(shape, jnp.float32), matrix) for shape in shapes)
 
-                known = from_tables() if needed is None else lax.cond(needed(across_at), from_tables, nothing)
+                known = from_tables() if needed is None else lax.cond(needed(column_tile), from_tables, nothing)
 
                 def multiply(sums: Any) -> Array:
                     if staggered:
@@ -197,9 +197,9 @@ def product(
                 def put(start: int, values: Array) -> None:
                     outs[group, :, pl.ds(start, values.shape[1])] = values.astype(jnp.bfloat16)
 
-                finish(part, put, across_at, known)
+                finish(part, put, column_tile, known)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(outs.at[group], out.at[mine, pl.ds(across_at * written, written)])
+                plgpu.copy_smem_to_gmem(outs.at[group], out.at[mine, pl.ds(column_tile * written, written)])
                 return before + blocks
 
             lax.fori_loop(integer(0), count, one_tile, integer(0))
@@ -214,7 +214,7 @@ def product(
                 @pl.when(warp == 0)
                 def _() -> None:
                     def one_tile(number: Array, before: Array) -> Array:
-                        row, across_at = place(number)
+                        row, column_tile = place(number)
 
                         @pl.loop(integer(0), integer(blocks))
                         def _(block: Array) -> None:
@@ -222,7 +222,7 @@ def product(
                             sync(read + slot, threads)
                             plgpu.copy_gmem_to_smem(x_all.at[pl.ds(row * ROWS, ROWS), deep], xs.at[slot], here.at[slot])
                             for each in range(copies):
-                                start = (across_at * copies + each) * (tile.span // copies)
+                                start = (column_tile * copies + each) * (tile.span // copies)
                                 wanted = kernel_all.at[pl.ds(start, columns // copies), deep]
                                 room = kernels.at[slot, pl.ds(each * (columns // copies), columns // copies)]
                                 plgpu.copy_gmem_to_smem(wanted, room, here.at[slot])
