@@ -426,9 +426,9 @@ def _interpolate(encoder: Encoder, measured: Sequence[Measured]) -> None:
         )
         one.bucket = replace(one.bucket, constant=constant, slope=slope)
         alone = one.alone()
-        if alone and places and places[0] < place < places[-1]:
-            rest = float(np.interp(place, places, beside))
-            scale = max(rest + alone, 0.0) / _mean_cost(encoder, one)
+        within = bool(places) and places[0] < place < places[-1]
+        if alone and within and (rest := float(np.interp(place, places, beside))) > 0:
+            scale = (rest + alone) / (_mean_cost(encoder, one) or rest + alone)
             constant, slope = constant * scale, slope * scale
         one.bucket = replace(one.bucket, constant=float(f"{constant:.5g}"), slope=float(f"{slope:.5g}"))
         one.points = [(squares, one.cost(squares)) for squares, _ in _fillings(encoder, one.bucket)]

@@ -568,6 +568,20 @@ def test_between_its_neighbours_is_what_a_call_takes_beside_its_own_attention(al
     assert target.points[0][1] == target.cost(target.points[0][0])
 
 
+@pytest.mark.parametrize("costs", [(0.0, 0.0), (0.5, 0.0)])
+def test_calls_that_seem_quicker_than_their_attention_say_nothing_of_the_rest(costs: tuple[float, float]) -> None:
+    known = encoder("lfm2_5_vl")
+
+    def made(tokens: int) -> tune.Measured:
+        bucket = from_budgets(known.family, [tokens], platform="cpu").buckets[0]
+        bucket = replace(bucket, attention="xla", constant=costs[0], slope=costs[1])
+        return tune.Measured(bucket, {"xla": 2.0 if tokens == 128 else 1.0}, [] if tokens == 128 else [(1.0, 1.0)])
+
+    measured = [made(tokens) for tokens in (64, 128, 192)]
+    tune._interpolate(known, measured)
+    assert (measured[1].bucket.constant, measured[1].bucket.slope) == costs
+
+
 def test_what_lies_beyond_the_buckets_that_ran_is_not_interpolated(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
