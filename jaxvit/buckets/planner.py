@@ -7,10 +7,10 @@ patches.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache, reduce
-from itertools import accumulate
-from math import ceil, inf
+from itertools import accumulate, islice
+from math import ceil, comb, inf, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +19,8 @@ from jaxvit.buckets.ladder import Ladder
 from jaxvit.errors import CapacityError
 from jaxvit.models.family import Demand
 
-EXACT = 7
-"""Up to so many pieces, the cheapest of all plans is found."""
+EXACT = 2200
+"""Up to so many calls to compare, the cheapest of all plans is found: seven pieces, or 64 that are all equal."""
 POLISH = 16
 """Up to so many pieces, a packing is improved piece by piece; beyond, it is within half a percent of ideal as it is."""
 GAPS = (0.0, 0.02, 0.06)
@@ -73,8 +73,11 @@ def plan(demands: Sequence[Demand], ladder: Ladder) -> list[Call]:
     if len(demands) == 1:
         return [Call(costs.alone(0, demands[0]).bucket, (0,))]
     costs.check(demands)
-    if len(demands) <= EXACT:
-        drafts = _exact(demands, costs)
+    kinds: dict[Demand, list[int]] = {}
+    for index, demand in enumerate(demands):
+        kinds.setdefault(demand, []).append(index)
+    if prod(comb(len(pieces) + 2, 2) for pieces in kinds.values()) <= EXACT:
+        drafts = _exact(kinds, costs)
     else:
         drafts = _pack(demands, costs)
         if len(demands) <= POLISH:
@@ -184,35 +187,42 @@ def _add(load: Load, more: Load, sign: int = 1) -> Load:
     return a + sign * p, b + sign * t, c + sign * s, d + sign * w, e + sign * q
 
 
-def _exact(demands: Sequence[Demand], costs: _Costs) -> list[_Draft]:
-    """The cheapest partition: for every subset of the pieces, the best call for its first piece and some others."""
-    count = 1 << len(demands)
-    loads: list[Load] = [(0, 0, 0, 0, 0)] * count
-    value, total, taken = [0.0] * count, [0.0] * count, [0] * count
-    known: dict[Load, float] = {}  # equal pieces make equal loads
-    for subset in range(1, count):
-        first = subset & -subset
-        demand = demands[first.bit_length() - 1]
-        loads[subset] = load = _add(loads[subset ^ first], _load(demand))
-        if load not in known:
-            known[load] = costs.cheapest(load)[0]
-        value[subset] = known[load]
-        low, best, others = inf, 0, subset ^ first
-        some = others
-        while True:  # every subset of the others, the largest first
-            sum_ = value[some | first] + total[others ^ some]
-            if sum_ < low:
-                low, best = sum_, some | first
-            if not some:
-                break
-            some = (some - 1) & others
-        total[subset], taken[subset] = low, best
-    drafts, left = [], count - 1
-    while left:
-        call = taken[left]
-        pieces = [index for index in range(len(demands)) if call >> index & 1]
-        drafts.append(_Draft(*costs.cheapest(loads[call]), pieces, loads[call]))
-        left ^= call
+def _exact(kinds: Mapping[Demand, Sequence[int]], costs: _Costs) -> list[_Draft]:
+    """The cheapest partition. What is planned is how many pieces of each kind a call takes; which of them, comes last.
+
+    A state is so many pieces of each kind: a number of mixed base, a digit a kind. For every state in ascending order,
+    the best call for a piece of its last kind and some others, and the cheapest calls for what that leaves.
+
+    Args:
+        kinds: equal demands -> the pieces that have them.
+    """
+    loads: list[Load] = [(0, 0, 0, 0, 0)]
+    value, total, taken = [0.0], [0.0], [0]  # of the state as one call, of its cheapest calls, the first of those
+    within = [[0]]  # the states that a state contains, the largest first
+    strides = []
+    for demand, pieces in kinds.items():
+        stride, one = len(loads), _load(demand)
+        strides.append(stride)
+        for most in range(stride, stride * (len(pieces) + 1), stride):
+            for rest in range(stride):
+                state = most + rest
+                loads.append(_add(loads[state - stride], one))
+                value.append(costs.cheapest(loads[state])[0])
+                calls = [some + others for some in range(most, 0, -stride) for others in within[rest]]
+                sums = [value[call] + total[state - call] for call in calls]
+                total.append(min(sums))
+                taken.append(calls[sums.index(total[state])])
+                within.append(calls + within[rest])
+    drafts, state = [], len(loads) - 1
+    queues = [iter(pieces) for pieces in kinds.values()]
+    while state:
+        call = rest = taken[state]
+        chosen: list[int] = []
+        for stride, queue in zip(reversed(strides), reversed(queues), strict=True):
+            count, rest = divmod(rest, stride)
+            chosen += islice(queue, count)
+        drafts.append(_Draft(*costs.cheapest(loads[call]), chosen, loads[call]))
+        state -= call
     return drafts
 
 

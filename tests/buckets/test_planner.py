@@ -171,7 +171,7 @@ def coarse(draw: st.DrawFn) -> Task:
 
 MANY = [15, 2, 7, 13, 6, 12, 1, 9, 2, 14, 17, 9, 16, 2, 8, 3, 6]
 PINNED = [
-    ((Bucket(11, 44, 11), Bucket(12, 48, 12)), [3, 1, 5, 7, 5, 3, 5, 5]),
+    ((Bucket(8, 32, 8), Bucket(9, 36, 9)), [2, 4, 1, 5, 8, 2, 8, 8, 4]),
     ((Bucket(37, 148, 37, 0, "auto", 0.41, 6e-4), Bucket(39, 156, 39, 0, "auto", 6.5, 1.2e-4)), MANY),
 ]
 """Buckets, and tokens of pieces, that the greedy rule packs cheaper than the planner would without it: few pieces,
@@ -222,18 +222,45 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
             yield [*rest[:place], [items[0], *group], *rest[place + 1 :]]
 
 
-@settings(max_examples=100, deadline=None)
-@given(task=tasks(most=5))
-def test_a_few_pieces_are_planned_at_the_least_cost_there_is(task: Task):
+def cheapest(pieces: Sequence[Demand], ladder: Ladder) -> float:
+    """Cost of one call of the pieces, infinite where no bucket holds them."""
+    load, square = total(pieces), sum(piece.patches**2 for piece in pieces)
+    fitting = [bucket for bucket in ladder if bucket.holds(load)]
+    return min((ladder.constant(one) + ladder.slope(one) * square for one in fitting), default=float("inf"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(task=tasks(most=4), again=st.lists(st.integers(0, 3), max_size=3))
+def test_a_few_pieces_are_planned_at_the_least_cost_there_is(task: Task, again: list[int]):
     ladder, pieces = Ladder(task[0], "drawn"), task[1]
+    pieces = pieces + [pieces[index % len(pieces)] for index in again if pieces]
+    least = min(
+        sum(cheapest([pieces[index] for index in group], ladder) for group in groups)
+        for groups in partitions(list(range(len(pieces))))
+    )
+    calls = plan(pieces, ladder)
+    check(calls, pieces, ladder)
+    assert cost(calls, pieces, ladder) == pytest.approx(least, rel=1e-9)
 
-    def cheapest(group: list[int]) -> float:
-        load, square = total([pieces[index] for index in group]), sum(pieces[index].patches ** 2 for index in group)
-        fitting = [bucket for bucket in ladder if bucket.holds(load)]
-        return min((ladder.constant(one) + ladder.slope(one) * square for one in fitting), default=float("inf"))
 
-    least = min(sum(map(cheapest, groups)) for groups in partitions(list(range(len(pieces)))))
-    assert cost(plan(pieces, ladder), pieces, ladder) == pytest.approx(least, rel=1e-9)
+@settings(max_examples=100, deadline=None)
+@given(task=tasks(most=1), count=st.integers(2, 64), other=st.none() | st.integers(0, 63))
+def test_many_equal_pieces_are_planned_at_the_least_cost_there_is(task: Task, count: int, other: int | None):
+    ladder, pieces = Ladder(task[0], "drawn"), task[1] * count
+    if other is not None and pieces:  # and one of another kind among a few
+        pieces = pieces[:32]
+        pieces[other % len(pieces)] = Demand(1, 1, 1, 0)
+    equal = [piece for piece in pieces if piece == task[1][0]] if pieces else []
+    odd = [piece for piece in pieces if piece not in equal]
+    least = [0.0]
+    for number in range(1, len(equal) + 1):
+        least.append(min(cheapest(equal[:some], ladder) + least[number - some] for some in range(1, number + 1)))
+    expected = least[-1]
+    if odd:
+        expected = min(cheapest(odd + equal[:some], ladder) + least[len(equal) - some] for some in range(len(least)))
+    calls = plan(pieces, ladder)
+    check(calls, pieces, ladder)
+    assert cost(calls, pieces, ladder) == pytest.approx(expected, rel=1e-9)
 
 
 @settings(max_examples=50, deadline=None)
