@@ -231,10 +231,10 @@ def _gaps(
 
 
 def _reference(encoder: Encoder, dtype: str, attention: str) -> Reference:
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
     assert encoder.folder is not None
-    return Reference.load(encoder.folder, encoder.family.name, dtype, attention, encoder.overrides)
+    return load_reference(encoder.folder, encoder.family.name, dtype, attention, encoder.overrides)
 
 
 def _unpruned(item: Item) -> Item:

@@ -28,7 +28,7 @@ from jaxvit.errors import CheckpointError, DependencyError
 from jaxvit.metrics import Metrics, metrics
 from jaxvit.models.family import Family
 from jaxvit.paths import data
-from jaxvit.reference import Reference
+from jaxvit.reference import load_reference
 from jaxvit.weights import manifests
 
 BOUND = 1e-5
@@ -164,7 +164,7 @@ def measure(checkpoint: str, item: str, ours: np.ndarray, reference: np.ndarray)
 
 
 def run_reference(folder: Path, taken: Sequence[Medium]) -> dict[str, np.ndarray]:
-    reference = Reference.load(folder, dtype="float32")
+    reference = load_reference(folder, dtype="float32")
     return {
         one.name: reference.encode_inputs(reference.process(list(one.frames) if one.clip else one.frames[0]))
         for one in taken

@@ -243,7 +243,9 @@ class Encoder:
         checks.choice("on_error", on_error, ("raise", "return"))
         if isinstance(lookahead, bool) or not isinstance(lookahead, int) or lookahead < 1:
             raise OptionError(f"lookahead is {lookahead!r}; give a number of items, at least 1")
-        return encode_iter(Stream(self, media, dtype=self._out_dtype(out_dtype), lookahead=lookahead), on_error)
+        return encode_iter(
+            Stream(self.dispatcher, media, dtype=self._out_dtype(out_dtype), lookahead=lookahead), on_error
+        )
 
     def intermediates(self, item: Item) -> list[dict[str, np.ndarray]]:
         """For each piece, the named intermediates of the exact path: name -> float32 [rows, features]."""

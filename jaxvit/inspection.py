@@ -24,11 +24,11 @@ from jaxvit.buckets.executable import Program
 from jaxvit.buckets.store import MAX_HEADER, Store, default_folder
 from jaxvit.errors import CheckpointError, LadderError, StoreError
 from jaxvit.layers.fuse import parameter_shapes
+from jaxvit.likeness import Likeness, likeness
 from jaxvit.models import family_of
 from jaxvit.models.family import Bucket, Family
 from jaxvit.weights import hub, load
 from jaxvit.weights.files import BITS, CONFIGS, INDEX, read_config_files, vision_tensors
-from jaxvit.weights.likeness import Likeness, likeness
 from jaxvit.weights.writing import is_random
 
 

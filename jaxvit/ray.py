@@ -58,7 +58,7 @@ class Encode:
         media = list(batch[self.column])
         embeddings, grids = (np.empty(len(media), object) for _ in range(2))
         layouts, errors = [""] * len(media), [""] * len(media)
-        for entry in Stream(self.encoder, media, dtype=self.out_dtype):
+        for entry in Stream(self.encoder.dispatcher, media, dtype=self.out_dtype):
             if entry.error is not None and not isinstance(entry.error, JaxvitError):
                 raise entry.error
             array, item = entry.array, entry.item

@@ -14,22 +14,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxvit import media as _media
-from jaxvit.buckets.dispatcher import Call, Output, Plan
+from jaxvit.buckets.dispatcher import Call, Dispatcher, Output, Plan
 from jaxvit.encodings import AHEAD, check_finite, finished, joiners
 from jaxvit.errors import JaxvitError, NumericsError
 from jaxvit.models.family import Item, Piece
 from jaxvit.preparation import THREADS, prepared
 from jaxvit.threads import submitted
-
-if TYPE_CHECKING:
-    from jaxvit.encoder import Encoder
 
 LOOKAHEAD = 1024
 """Items read and not yet yielded, at most."""
@@ -84,6 +81,7 @@ class Stream:
     """One pass over an iterable of media.
 
     Args:
+        dispatcher: runs what is packed.
         media: what ``Encoder.encode`` takes, in any iterable; it may have no end.
         dtype: of the arrays.
         lookahead: most items read and not yet handed out.
@@ -97,14 +95,14 @@ class Stream:
 
     def __init__(
         self,
-        encoder: Encoder,
+        dispatcher: Dispatcher,
         media: Any,
         *,
         dtype: str,
         lookahead: int = LOOKAHEAD,
         cut: Callable[[Entry], bool] = lambda entry: False,
     ):
-        self.encoder, self.dispatcher, self.cut, self.lookahead = encoder, encoder.dispatcher, cut, lookahead
+        self.dispatcher, self.cut, self.lookahead = dispatcher, cut, lookahead
         self.dtype = np.dtype(jnp.dtype(dtype))
         self.source: Iterator[Any] | None = iter(_media.as_iterable(media))
         sizes = [bucket.patches for bucket in self.dispatcher.ladder]
@@ -163,7 +161,7 @@ class Stream:
 
     def _prepare(self, index: int, medium: Any) -> Item | Exception:
         try:
-            found = prepared(self.encoder.family, index, medium)
+            found = prepared(self.dispatcher.family, index, medium)
         except Exception as error:
             return error
         return found if isinstance(found, Exception) else self.dispatcher.refusal(index, found) or found
@@ -264,7 +262,7 @@ class Stream:
                 hosts = [output.host(output.embeddings) for output, _, _ in places]
             self.fetched.update(output for output, _, _ in places)
             rows = [host[start : start + size] for host, (_, start, size) in zip(hosts, places, strict=True)]
-            entry.joined = submitted(joiners(), finished, self.encoder.family, entry.item, rows, self.dtype)
+            entry.joined = submitted(joiners(), finished, self.dispatcher.family, entry.item, rows, self.dtype)
         except NumericsError as error:
             entry.error = error
         entry.places = {}

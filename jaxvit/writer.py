@@ -105,7 +105,7 @@ def write(
                 size = 0
             return entry.index in ends
 
-        stream = Stream(encoder, todo, dtype=out_dtype, cut=cut)
+        stream = Stream(encoder.dispatcher, todo, dtype=out_dtype, cut=cut)
         start = time.perf_counter()
         group: list[Entry] = []
         for entry in stream:

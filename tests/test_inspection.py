@@ -15,9 +15,9 @@ import jaxvit
 from jaxvit import inspection, machine, tiny
 from jaxvit.commands.inspect import tables
 from jaxvit.errors import CheckpointError, LadderError
+from jaxvit.likeness import likeness
 from jaxvit.models import family_of
 from jaxvit.weights import manifests
-from jaxvit.weights.likeness import likeness
 from tests.families import FAMILIES, checkpoint
 
 

@@ -200,10 +200,10 @@ CASES = [(name, index) for name, media in MEDIA.items() for index in range(len(m
 
 @pytest.mark.parametrize(("name", "index"), CASES)
 def test_equals_the_whole_model_on_its_own_inputs(folders, name: str, index: int) -> None:
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
     folder, whole = folders[name]
-    reference = Reference.load(folder)
+    reference = load_reference(folder)
     inputs = reference.process(MEDIA[name][index])
     expected = features(whole, inputs)
     assert distance(reference.encode_inputs(inputs), expected) < 1e-6
@@ -211,9 +211,9 @@ def test_equals_the_whole_model_on_its_own_inputs(folders, name: str, index: int
 
 @pytest.mark.parametrize(("name", "index"), CASES)
 def test_an_item_goes_back_to_the_very_pixels_it_was_made_from(folders, name: str, index: int) -> None:
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
-    reference = Reference.load(folders[name][0])
+    reference = load_reference(folders[name][0])
     inputs = reference.process(MEDIA[name][index])
     units = reference.units(item_of(reference, inputs))
     for unit, (patches, grid), (values, _) in zip(
@@ -226,10 +226,10 @@ def test_an_item_goes_back_to_the_very_pixels_it_was_made_from(folders, name: st
 
 @pytest.mark.parametrize(("name", "index"), CASES)
 def test_an_item_gives_the_embeddings_of_the_whole_model(folders, name: str, index: int) -> None:
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
     folder, whole = folders[name]
-    reference = Reference.load(folder)
+    reference = load_reference(folder)
     inputs = reference.process(MEDIA[name][index])
     item = item_of(reference, inputs)
     embeddings = reference.encode(item)
@@ -240,12 +240,12 @@ def test_an_item_gives_the_embeddings_of_the_whole_model(folders, name: str, ind
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_eager_attention_and_float64_stay_within_float32_of_sdpa(folders, name: str) -> None:
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
     folder, _ = folders[name]
     results = {}
     for dtype, attention in (("float32", "sdpa"), ("float32", "eager"), ("float64", "sdpa"), ("float64", "eager")):
-        reference = Reference.load(folder, dtype=dtype, attention=attention)
+        reference = load_reference(folder, dtype=dtype, attention=attention)
         item = item_of(reference, reference.process(MEDIA[name][-1]))
         results[dtype, attention] = reference.encode(item)
     assert results["float64", "sdpa"].dtype == np.float64
@@ -258,10 +258,10 @@ def test_eager_attention_and_float64_stay_within_float32_of_sdpa(folders, name: 
 def test_bfloat16_equals_the_whole_model_built_in_bfloat16_and_keeps_frequencies_in_float32(folders, name: str) -> None:
     import torch
 
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
     folder, whole = folders[name]
-    reference = Reference.load(folder, dtype="bfloat16")
+    reference = load_reference(folder, dtype="bfloat16")
     floats = {n: b.dtype for n, b in reference.model.named_buffers() if b.is_floating_point()}
     assert set(floats.values()) <= {torch.float32}
     assert name == "lfm2_vl" or any("inv_freq" in buffer for buffer in floats)
@@ -281,7 +281,7 @@ def test_bfloat16_equals_the_whole_model_built_in_bfloat16_and_keeps_frequencies
 def test_kimi_layouts_of_transformers_give_the_same_embeddings(folders, layout: str, tmp_path: Path) -> None:
     from safetensors import safe_open
 
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
     from jaxvit.reference.loading import quiet
 
     folder, whole = folders["kimi_k25"]
@@ -291,19 +291,19 @@ def test_kimi_layouts_of_transformers_give_the_same_embeddings(folders, layout: 
         names = set(file.keys())
     assert ("model.vision_tower.layers.0.attn.q_proj.weight" in names) == (layout == "native")
     assert ("vision_tower.encoder.patch_embed.proj.weight" in names) == (layout == "resaved")
-    inputs = Reference.load(folder).process(MEDIA["kimi_k25"][0])
+    inputs = load_reference(folder).process(MEDIA["kimi_k25"][0])
     # config.json of the re-save spells the tower's fields as transformers does
-    ours = Reference.load(tmp_path).encode_inputs(inputs)
-    np.testing.assert_array_equal(ours, Reference.load(folder).encode_inputs(inputs))
+    ours = load_reference(tmp_path).encode_inputs(inputs)
+    np.testing.assert_array_equal(ours, load_reference(folder).encode_inputs(inputs))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_taps_are_in_our_order_down_to_the_last(folders, name: str) -> None:
     import torch
 
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
-    reference = Reference.load(folders[name][0], dtype="float64")
+    reference = load_reference(folders[name][0], dtype="float64")
     item = item_of(reference, reference.process(MEDIA[name][-1]))
     taps = reference.taps(item)
     assert len(taps) == len(item.pieces)
@@ -327,9 +327,9 @@ def test_taps_are_in_our_order_down_to_the_last(folders, name: str) -> None:
 
 
 def test_embeddings_follow_the_first_tap_of_our_order(folders) -> None:
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
-    reference = Reference.load(folders["qwen2_5_vl"][0], dtype="float64")
+    reference = load_reference(folders["qwen2_5_vl"][0], dtype="float64")
     item = item_of(reference, reference.process(picture(140, 140)))
     tap = reference.taps(item)[0]["patch_embed"]
     values = reference.table[item.patches, np.repeat(np.arange(3), 196)].astype(np.float64)
@@ -338,7 +338,7 @@ def test_embeddings_follow_the_first_tap_of_our_order(folders) -> None:
 
 
 def test_processing_settings_come_from_the_files_that_transformers_ignores(folders, tmp_path: Path) -> None:
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
     files = copied(folders["lfm2_vl"][0], tmp_path)
     (tmp_path / "processor_config.json").write_text(
@@ -346,54 +346,54 @@ def test_processing_settings_come_from_the_files_that_transformers_ignores(folde
     )
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"resample": 3, "do_resize": False}))
     (tmp_path / "config.json").write_text(json.dumps(files["config.json"] | {"use_thumbnail": True, "tile_size": 256}))
-    own = Reference.load(tmp_path).image_processor
+    own = load_reference(tmp_path).image_processor
     assert (own.max_pixels_tolerance, own.use_thumbnail, int(own.resample), own.tile_size) == (1.5, False, 3, 256)
-    assert Reference.load(tmp_path, settings_overrides={"resample": 2}).image_processor.resample == 2
+    assert load_reference(tmp_path, settings_overrides={"resample": 2}).image_processor.resample == 2
 
 
 def test_an_override_of_pictures_leaves_clips_alone(folders) -> None:
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
     folder = folders["qwen2_5_vl"][0]
-    small = Reference.load(folder, settings_overrides={"max_pixels": 28 * 28 * 4, "video_max_pixels": 28 * 28 * 9})
+    small = load_reference(folder, settings_overrides={"max_pixels": 28 * 28 * 4, "video_max_pixels": 28 * 28 * 9})
     assert reference_tokens(small, picture(280, 280)) == 4
     assert reference_tokens(small, clip(2, 280, 280)) == 9
     sized = {"size": {"shortest_edge": 3136, "longest_edge": 28 * 28 * 16}}
-    assert reference_tokens(Reference.load(folder, settings_overrides=sized), picture(280, 280)) == 16
-    assert reference_tokens(Reference.load(folder, settings_overrides=sized), clip(2, 280, 280)) == 100
+    assert reference_tokens(load_reference(folder, settings_overrides=sized), picture(280, 280)) == 16
+    assert reference_tokens(load_reference(folder, settings_overrides=sized), clip(2, 280, 280)) == 100
 
 
 @pytest.mark.parametrize("hub", [True, False])
 def test_keywords_beat_kimis_files_in_both_spellings(folders, tmp_path: Path, hub: bool) -> None:
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
     copied(folders["kimi_k25"][0], tmp_path)
     if not hub:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps({"max_patches": 1024, "patch_size": 14}))
-    reference = Reference.load(tmp_path, settings_overrides={"max_patches": 64, "video_max_patches": 36, "fps": 1.0})
+    reference = load_reference(tmp_path, settings_overrides={"max_patches": 64, "video_max_patches": 36, "fps": 1.0})
     assert reference_tokens(reference, picture(280, 280)) == 16
     assert reference_tokens(reference, clip(2, 280, 280)) == 9
 
 
 def test_a_limit_of_patches_a_chunk_is_divided_by_its_frames(folders, tmp_path: Path) -> None:
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
     copied(folders["kimi_k25"][0], tmp_path)
     limited = {"media_proc_cfg": KIMI_PROCESSOR["media_proc_cfg"] | {"in_patch_limit_video": 400}}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(limited))
-    reference = Reference.load(tmp_path)
+    reference = load_reference(tmp_path)
     grids = [tuple(grid) for grid in reference.process(clip(6, 280, 280))["video_grid_thw"].tolist()]
     # 100 patches a frame in a chunk of 4, 200 in one of 2: 280 * sqrt(limit / 400) = 140 and 197 pixels, padded
     assert grids == [(4, 10, 10), (2, 16, 16)]
 
 
 def test_a_dropped_last_layer_is_left_out_of_the_tower(folders, tmp_path: Path) -> None:
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
     files = copied(folders["lfm2_vl"][0], tmp_path)
-    full = Reference.load(tmp_path)
+    full = load_reference(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(files["config.json"] | {"vision_feature_layer": -2}))
-    short = Reference.load(tmp_path)
+    short = load_reference(tmp_path)
     item = item_of(full, full.process(MEDIA["lfm2_vl"][0]))
     taps, all_taps = short.taps(item)[0], full.taps(item)[0]
     assert "blocks.1" not in taps
@@ -404,7 +404,7 @@ def test_a_dropped_last_layer_is_left_out_of_the_tower(folders, tmp_path: Path) 
 def test_a_missing_tensor_is_named(folders, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
     folder = folders["qwen2_5_vl"][0]
     for path in folder.glob("*config.json"):
@@ -413,32 +413,32 @@ def test_a_missing_tensor_is_named(folders, tmp_path: Path) -> None:
     del tensors["visual.merger.ln_q.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"merger\.ln_q\.weight: missing"):
-        Reference.load(tmp_path)
+        load_reference(tmp_path)
 
 
 def test_without_torch_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import sys
 
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(DependencyError, match=r"torch: pip install 'jaxvit\[compare\]'"):
-        Reference.load(tmp_path)
+        load_reference(tmp_path)
 
 
 def test_the_shard_of_the_language_model_may_be_absent(folders, tmp_path: Path) -> None:
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
     folder = folders["kimi_k25"][0]
     copied(folder, tmp_path)
     (tmp_path / "model-1.safetensors").unlink()
-    inputs = Reference.load(folder).process(MEDIA["kimi_k25"][0])
+    inputs = load_reference(folder).process(MEDIA["kimi_k25"][0])
     np.testing.assert_array_equal(
-        Reference.load(tmp_path).encode_inputs(inputs), Reference.load(folder).encode_inputs(inputs)
+        load_reference(tmp_path).encode_inputs(inputs), load_reference(folder).encode_inputs(inputs)
     )
     (tmp_path / "model-2.safetensors").unlink()
     with pytest.raises(CheckpointError, match="model-2"):
-        Reference.load(tmp_path)
+        load_reference(tmp_path)
 
 
 def copied(folder: Path, to: Path) -> dict[str, Any]:

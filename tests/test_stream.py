@@ -144,7 +144,7 @@ def test_memory_bounds_what_is_read_whatever_the_lookahead(monkeypatch):
 
 def test_the_first_calls_are_small_and_grow_so_that_the_device_begins_early(monkeypatch):
     known = load("lfm2_5_vl", budgets=[64, 4096])
-    stream, batch = Stream(known, [], dtype="float32"), 2 * 4 * 4096
+    stream, batch = Stream(known.dispatcher, [], dtype="float32"), 2 * 4 * 4096
     assert (stream.batch, stream.first) == (batch, batch / 16)
     [item] = known.prepare(picture(256, 256))
     issued: list[int] = []
@@ -159,9 +159,9 @@ def test_the_first_calls_are_small_and_grow_so_that_the_device_begins_early(monk
         stream._take(streams.Entry(index, item=item))
         stream.pending.append((stream.entries[-1], 0))
     assert issued == [batch // 16, batch // 8, batch // 4, batch // 2, batch]
-    only = Stream(load("lfm2_5_vl", budgets=[64]), [], dtype="float32")
+    only = Stream(load("lfm2_5_vl", budgets=[64]).dispatcher, [], dtype="float32")
     assert only.first == only.batch == 512, "few pieces pack badly"
-    large = Stream(load("lfm2_5_vl", budgets=[64, 16384]), [], dtype="float32")
+    large = Stream(load("lfm2_5_vl", budgets=[64, 16384]).dispatcher, [], dtype="float32")
     assert large.batch == 2 * 16384, "not 2 x 65,536"
 
 
@@ -178,7 +178,7 @@ def test_many_small_pieces_share_no_larger_bucket_than_that_and_a_large_piece_ta
     monkeypatch.setattr(known.dispatcher, "_run", watched)
     given = [picture(112, 112, number) for number in range(60)]
     given[30] = picture(560, 560)
-    found = list(Stream(known, given, dtype="float32"))
+    found = list(Stream(known.dispatcher, given, dtype="float32"))
     assert {patches for patches, _ in buckets} <= {256, 512, 4096}
     assert [count for patches, count in buckets if patches == 4096] == [1]
     assert sum(count for _, count in buckets) == 60
@@ -197,11 +197,11 @@ def test_a_cut_begins_with_small_calls_again(monkeypatch):
         return run(items, plan)
 
     monkeypatch.setattr(known.dispatcher, "run", recorded)
-    whole = Stream(known, given, dtype="float32", cut=lambda entry: entry.index == 44)
+    whole = Stream(known.dispatcher, given, dtype="float32", cut=lambda entry: entry.index == 44)
     assert sum(entry.patches for entry in whole) / 2 > 2 * whole.first, "calls have grown before the cut"
     both = packed[:]
     packed.clear()
-    list(Stream(known, given[45:], dtype="float32"))
+    list(Stream(known.dispatcher, given[45:], dtype="float32"))
     assert len(both) > len(packed) > 1
     assert both[-len(packed) :] == packed
 
@@ -209,7 +209,7 @@ def test_a_cut_begins_with_small_calls_again(monkeypatch):
 def test_a_slow_consumer_finds_the_next_item_ready():
     """The next ones are prepared, and their calls issued, while the consumer is busy."""
     shared = encoder("qwen2_5_vl")
-    stream = Stream(shared, small(40), dtype="float32", lookahead=4)
+    stream = Stream(shared.dispatcher, small(40), dtype="float32", lookahead=4)
     entries = iter(stream)
     next(entries)
     deadline = time.monotonic() + 30
@@ -248,14 +248,18 @@ def test_what_is_packed_between_two_cuts_does_not_depend_on_what_lies_outside(lo
     given = [BROKEN if isinstance(item, MediaError) else item for item in items]
     source = Counted(iter(given))
     whole = Stream(
-        shared, source, dtype="float32", lookahead=lookahead, cut=lambda entry: entry.index % size == size - 1
+        shared.dispatcher,
+        source,
+        dtype="float32",
+        lookahead=lookahead,
+        cut=lambda entry: entry.index % size == size - 1,
     )
     arrays = []
     for entry in whole:
         arrays.append(entry.array)
         assert source.taken <= entry.index + lookahead
     for start in range(0, 75, size):
-        alone = Stream(shared, given[start : start + size], dtype="float32", lookahead=lookahead)
+        alone = Stream(shared.dispatcher, given[start : start + size], dtype="float32", lookahead=lookahead)
         for entry, array in zip(alone, arrays[start : start + size], strict=True):
             assert (entry.array is None) == (array is None)
             if array is not None:
@@ -346,7 +350,7 @@ def test_after_warm_up_a_stream_compiles_nothing(compilations):
 @pytest.mark.skipif(jax.local_device_count() < 4, reason="needs four devices")
 def test_four_devices_share_a_stream_and_a_failing_one_ends_it(monkeypatch):
     given = small(90)
-    found = Stream(four(), given, dtype="float32")
+    found = Stream(four().dispatcher, given, dtype="float32")
     for entry, theirs in zip(found, encoder("qwen2_5_vl").encode(given), strict=True):
         assert relative(entry.array, theirs) <= 1e-5
     assert found.fill >= 0.7
@@ -385,7 +389,7 @@ def test_buckets_run_full_and_memory_is_flat_over_2000_mixed_items(name: str, bu
 def check_stream(name: str, shared: jaxvit.Encoder, count: int, least: float) -> list[int]:
     """Runs a mixed stream, 5% of it broken; returns the resident bytes at each hundred items."""
     process, resident, bad = psutil.Process(), [], []
-    stream = Stream(shared, (mixed(name, number) for number in range(count)), dtype="float32")
+    stream = Stream(shared.dispatcher, (mixed(name, number) for number in range(count)), dtype="float32")
     for number, entry in enumerate(stream):
         assert entry.index == number
         if entry.error:

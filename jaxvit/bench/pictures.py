@@ -43,7 +43,7 @@ def pictures(subject: Subject, height: int, width: int, count: int, reference: b
     streams: list[tuple[float, dict[str, float]]] = []
 
     def stream() -> None:
-        one, start = Stream(encoder, files, dtype="float32"), time.perf_counter()
+        one, start = Stream(encoder.dispatcher, files, dtype="float32"), time.perf_counter()
         for entry in one:
             if entry.error is not None:
                 raise entry.error

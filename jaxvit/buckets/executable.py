@@ -18,12 +18,13 @@ from jax import lax
 from jaxvit.buckets import scratch
 from jaxvit.buckets.launch import Launch, launcher, own_settings
 from jaxvit.buckets.scratch import Scratch
+from jaxvit.buffer import Buffer
 from jaxvit.errors import CapacityError, OptionError
 from jaxvit.layers import attention, hopper
 from jaxvit.layers.fuse import Pairing, Step, Weights, bind, parameter_shapes
 from jaxvit.layers.hopper import hold
 from jaxvit.layers.pixels import normalise
-from jaxvit.models.family import Bucket, Buffer, Family, Piece, Probe, Rows, no_probe
+from jaxvit.models.family import Bucket, Family, Piece, Probe, Rows, no_probe
 
 Pixels = Literal["uint8", "float32"]
 

@@ -5,7 +5,6 @@ The way of the data: picture -> :class:`Item` of :class:`Piece` -> plan -> buffe
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
+from jaxvit.buffer import Buffer
 from jaxvit.errors import MediaError
 from jaxvit.layers.fuse import ByHead, Interleaving, Pairing, Widening
 
@@ -98,30 +98,6 @@ Rows = np.ndarray | list[np.ndarray]
 
 def joined(rows: Rows) -> np.ndarray:
     return np.concatenate(rows) if isinstance(rows, list) else rows
-
-
-Pad = Literal["zeros", "repeat_last", "own_segment"]
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """One fixed-shape input of an executable: the only place where its shape, dtype and padding are stated.
-
-    Attributes:
-        pad: "zeros" fills the tail with 0, "repeat_last" with the last row (0 when there is none), "own_segment" means
-            that the attention backend hands in the whole array, its pad rows attending to a block of their own.
-        optional: a layout may leave it out; then an array of zeros that stays on the device takes its place.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    pad: Pad = "zeros"
-    optional: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -19,5 +19,6 @@ In transformers' own layout the rows of q and k (weight and bias, not v) are per
 from __future__ import annotations
 
 from jaxvit.reference.base import Picture, Reference, Unit
+from jaxvit.reference.families import load_reference
 
-__all__ = ["Picture", "Reference", "Unit"]
+__all__ = ["Picture", "Reference", "Unit", "load_reference"]

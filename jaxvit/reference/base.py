@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxvit.errors import CheckpointError
 from jaxvit.models.family import Grid, Item, Piece
 from jaxvit.reference.loading import as_numpy, float64_throughout, need_torch, quiet
 
@@ -55,39 +53,16 @@ class Reference(ABC):
     parts: ClassVar[tuple[str, ...]]
     """Parts of a tensor's name that mark the tower and the projector."""
 
-    @staticmethod
-    def load(
-        folder: str | Path,
-        model_type: str | None = None,
-        dtype: str = "float32",
-        attention: str = "sdpa",
-        settings_overrides: Mapping[str, Any] | None = None,
+    @classmethod
+    def of(
+        cls, folder: Path, files: Mapping[str, Any], dtype: str, attention: str, overrides: Mapping[str, Any]
     ) -> Reference:
-        """Builds tower, projector and processors.
-
-        Args:
-            folder: a checkpoint in the hub's layout; shards of the language model may be absent.
-            model_type: the family; None reads config.json.
-            dtype: "float32", "bfloat16" or "float64".
-            attention: "sdpa" or "eager".
-            settings_overrides: processing settings that beat the files, as ``jaxvit.load(processor=...)`` takes them.
-        Raises:
-            DependencyError: the extra ``compare`` is missing. CheckpointError: the files do not fit the model.
-        """
-        torch, folder = need_torch(), Path(folder)
-        from jaxvit.reference.families import FAMILIES
-
-        files = {path.name: json.loads(path.read_text()) for path in folder.glob("*config.json")}
-        if "config.json" not in files:
-            raise CheckpointError(f"{folder} has no config.json")
-        name = (model_type or files["config.json"]["model_type"]).replace("-", "_")
-        if name not in FAMILIES:
-            raise CheckpointError(f"{folder}: there is no PyTorch reference for model_type {name!r}")
-        reference = FAMILIES[name]()
+        """Tower, projector and processors of a checkpoint of this family."""
+        reference = cls()
         reference.dtype = dtype
         with quiet():
-            reference._build(folder, files, {"dtype": getattr(torch, dtype), "attn_implementation": attention})
-            reference._processors(folder, files, dict(settings_overrides or {}))
+            reference._build(folder, files, {"dtype": getattr(need_torch(), dtype), "attn_implementation": attention})
+            reference._processors(folder, files, dict(overrides))
         return reference
 
     @abstractmethod

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxvit.models.family import Item, Piece
-from jaxvit.reference import Picture, Reference
+from jaxvit.reference import Picture, load_reference
 from jaxvit.reference.families import KimiK25, Lfm2VL
 from jaxvit.reference.loading import need_torch
 
@@ -26,7 +26,7 @@ class Eager:
 
     def __init__(self, folder: Path, dtype: str, device: str, overrides: Mapping[str, Any] | None = None):
         self.torch, self.device = need_torch(), device
-        self.reference = Reference.load(folder, dtype=dtype, settings_overrides=overrides)
+        self.reference = load_reference(folder, dtype=dtype, settings_overrides=overrides)
         self.reference.model.to(device)
 
     def inputs(self, pieces: Sequence[Piece]) -> dict[str, Any]:

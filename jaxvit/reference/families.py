@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
+from jaxvit.errors import CheckpointError
 from jaxvit.models.family import Grid, Piece
 from jaxvit.reference.base import Reference
 from jaxvit.reference.loading import as_numpy, filled, from_folder, known, need_torch, tensors
@@ -265,3 +267,32 @@ class Lfm2VL(Reference):
 
 
 FAMILIES: dict[str, type[Reference]] = {"qwen2_5_vl": Qwen25VL, "kimi_k25": KimiK25, "lfm2_vl": Lfm2VL}
+
+
+def load_reference(
+    folder: str | Path,
+    model_type: str | None = None,
+    dtype: str = "float32",
+    attention: str = "sdpa",
+    settings_overrides: Mapping[str, Any] | None = None,
+) -> Reference:
+    """Builds tower, projector and processors.
+
+    Args:
+        folder: a checkpoint in the hub's layout; shards of the language model may be absent.
+        model_type: the family; None reads config.json.
+        dtype: "float32", "bfloat16" or "float64".
+        attention: "sdpa" or "eager".
+        settings_overrides: processing settings that beat the files, as ``jaxvit.load(processor=...)`` takes them.
+    Raises:
+        DependencyError: the extra ``compare`` is missing. CheckpointError: the files do not fit the model.
+    """
+    need_torch()
+    folder = Path(folder)
+    files = {path.name: json.loads(path.read_text()) for path in folder.glob("*config.json")}
+    if "config.json" not in files:
+        raise CheckpointError(f"{folder} has no config.json")
+    name = (model_type or files["config.json"]["model_type"]).replace("-", "_")
+    if name not in FAMILIES:
+        raise CheckpointError(f"{folder}: there is no PyTorch reference for model_type {name!r}")
+    return FAMILIES[name].of(folder, files, dtype, attention, settings_overrides or {})

@@ -18,12 +18,13 @@ from jaxvit.buckets import executable as executables
 from jaxvit.buckets.dispatcher import Dispatcher
 from jaxvit.buckets.executable import Executable, Program, compile_program, pad
 from jaxvit.buckets.ladder import complete
+from jaxvit.buffer import Buffer
 from jaxvit.errors import CapacityError, OptionError
 from jaxvit.layers.attention import segments
 from jaxvit.layers.attention.segments import key_ranges
 from jaxvit.layers.fuse import Weights, parameter_shapes
 from jaxvit.models import family_of
-from jaxvit.models.family import Bucket, Buffer
+from jaxvit.models.family import Bucket
 from jaxvit.weights import manifests
 from tests.families import FAMILIES, encoder, relative
 

@@ -25,13 +25,13 @@ SIZES = ((224, 224), (140, 420), (448, 336), (80, 600), (336, 336), (504, 252), 
 @pytest.fixture(scope="module", params=TOWERS, ids=lambda name: name.split("/")[1])
 def known(request: pytest.FixtureRequest) -> Iterator[tuple[Path, list[Item], np.ndarray, float]]:
     """A random checkpoint, items, their embeddings by the reference in float32, and its own error in bfloat16."""
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
     with random_checkpoint(request.param, LAYERS) as folder:
         given = [picture(*size, seed) for seed, size in enumerate(SIZES)]
         items = jaxvit.load(folder, dtype="float32", budgets=[1024], store=False).prepare(given)
-        exact = joined(Reference.load(folder), items)
-        kinds = [Reference.load(folder, dtype="bfloat16", attention=kind) for kind in ("sdpa", "eager")]
+        exact = joined(load_reference(folder), items)
+        kinds = [load_reference(folder, dtype="bfloat16", attention=kind) for kind in ("sdpa", "eager")]
         errors = [relative(joined(kind, items), exact) for kind in kinds]
         yield folder, items, exact, float(np.sqrt(np.mean(np.square(errors))))
 

@@ -25,7 +25,7 @@ from jaxvit.models.family import Bucket, Item, Piece, joined
 from jaxvit.models.kimi_k25 import KimiK25, keys
 from jaxvit.models.kimi_k25.config import Config
 from jaxvit.models.kimi_k25.module import VisionTower, time_table
-from jaxvit.reference import Reference
+from jaxvit.reference import Reference, load_reference
 from jaxvit.weights import manifests
 from jaxvit.weights.load import load_parameters
 from tests.families import clip, copied, encoder, picture, relative
@@ -305,7 +305,7 @@ def sharp(tmp_path_factory: pytest.TempPathFactory) -> tuple[jaxvit.Encoder, Ref
             scale = next((scale for part, scale in SHARPER.items() if part in name), 1)
             tensors[name] = tensor * np.asarray(scale, tensor.dtype)
         save_file(tensors, file)
-    return jaxvit.load(folder, dtype="float32", budgets=[64, 1024], store=False), Reference.load(folder)
+    return jaxvit.load(folder, dtype="float32", budgets=[64, 1024], store=False), load_reference(folder)
 
 
 @pytest.mark.reference
@@ -361,7 +361,7 @@ def test_the_projector_s_activation_and_epsilon_are_the_configuration_s(tmp_path
     (tmp_path / "config.json").write_text(json.dumps(config))
     item = item_of((1, 8, 8))
     rows = jaxvit.load(tmp_path, dtype="float32", budgets=[64], store=False).encode(item)[0]
-    assert relative(rows, Reference.load(tmp_path).encode(item)) <= 1e-5
+    assert relative(rows, load_reference(tmp_path).encode(item)) <= 1e-5
     assert relative(rows, encoder("kimi_k25").encode(item)[0]) > 1e-2
 
 
@@ -378,7 +378,7 @@ def test_bfloat16_is_no_farther_from_float32_than_the_reference_s_own(sharp: tup
 
     ours = error(list(jaxvit.load(folder, dtype="bfloat16", budgets=[384], store=False).encode(items)))
     for attention in ("sdpa", "eager"):
-        theirs = Reference.load(folder, dtype="bfloat16", attention=attention)  # pyright: ignore
+        theirs = load_reference(folder, dtype="bfloat16", attention=attention)  # pyright: ignore
         assert ours <= 1.1 * error([theirs.encode(item) for item in items])
 
 
@@ -513,6 +513,6 @@ def test_the_full_tower_agrees_with_the_reference_on_a_photograph(tmp_path: Path
     full = jaxvit.load(folder, dtype="float32", budgets=[512], store=False)
     [item] = full.prepare(picture(300, 417))
     [photo] = full.prepare(photos["coffee"])
-    reference = Reference.load(folder)
+    reference = load_reference(folder)
     for one in (item, photo):
         assert relative(full.encode(one)[0], reference.encode(one)) <= 1e-5

@@ -45,9 +45,9 @@ def view(height: int, width: int, seed: int = 0) -> Item:
 
 @cache
 def reference(name: str, dtype: str = "float32", attention: str = "sdpa", **overrides: Any) -> Any:
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
-    return Reference.load(checkpoint(name), dtype=dtype, attention=attention, settings_overrides=overrides)
+    return load_reference(checkpoint(name), dtype=dtype, attention=attention, settings_overrides=overrides)
 
 
 # Configuration -------------------------------------------------------------------------------------------------------
@@ -189,13 +189,13 @@ def without_last(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 @pytest.mark.reference
 @pytest.mark.parametrize("change", [dict, without_last], ids=["stored", "left out"])
 def test_vision_feature_layer_drops_the_last_layer_and_keeps_the_norm(change: Any, tmp_path: Path):
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
     item = view(16, 16)
     folder = rewritten("lfm2_vl", tmp_path / "x", change, vision_feature_layer=-2)
     ours = jaxvit.load(folder, dtype="float32", budgets=[64], store=False).encode(item)[0]
     shallow = rewritten("lfm2_vl", tmp_path / "y", without_last, num_hidden_layers=2)
-    assert relative(ours, Reference.load(shallow).encode(item)) <= 1e-5
+    assert relative(ours, load_reference(shallow).encode(item)) <= 1e-5
     assert relative(ours, reference("lfm2_vl").encode(item)) > 1e-2
 
 
@@ -299,7 +299,7 @@ def test_an_item_split_over_buckets_equals_the_same_item_in_one(name: str):
 
 @pytest.mark.reference
 def test_the_projector_s_activation_and_biases_follow_the_config(tmp_path: Path):
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
     item = view(8, 8)
     plain = encoder("lfm2_5_vl").encode(item)[0]
@@ -312,7 +312,7 @@ def test_the_projector_s_activation_and_biases_follow_the_config(tmp_path: Path)
         folder = rewritten("lfm2_5_vl", tmp_path / str(number), change, **config)
         found = jaxvit.load(folder, dtype="float32", budgets=[64], store=False).encode(item)[0]
         assert relative(found, plain) > 1e-6
-        assert relative(found, Reference.load(folder).encode(item)) <= 1e-5
+        assert relative(found, load_reference(folder).encode(item)) <= 1e-5
 
 
 @pytest.mark.reference
@@ -341,11 +341,11 @@ def test_bfloat16_is_as_near_to_float32_as_the_reference_s_bfloat16(name: str):
 @pytest.mark.slow
 @pytest.mark.reference
 def test_full_depth_and_width_equals_the_reference(tmp_path: Path):
-    from jaxvit.reference import Reference
+    from jaxvit.reference import load_reference
 
     folder = tiny.random_full_size("LiquidAI/LFM2.5-VL-1.6B", tmp_path)
     item = view(16, 22)
     ours = jaxvit.load(folder, dtype="float32", budgets=[128], store=False).encode(item)[0]
-    expected = Reference.load(folder).encode(item)
-    bound = max(1e-5, 2 * relative(expected, Reference.load(folder, dtype="float64").encode(item)))
+    expected = load_reference(folder).encode(item)
+    bound = max(1e-5, 2 * relative(expected, load_reference(folder, dtype="float64").encode(item)))
     assert relative(ours, expected) <= bound

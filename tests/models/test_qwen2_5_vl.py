@@ -10,7 +10,7 @@ import pytest
 import jaxvit
 from jaxvit import tiny
 from jaxvit.models.qwen2_5_vl.layout import windows
-from jaxvit.reference import Reference
+from jaxvit.reference import Reference, load_reference
 from tests.families import checkpoint, clip, encoder, picture, relative
 
 SIZES = [(56, 56), (140, 140), (224, 224), (1092, 644), (28, 812)]
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.reference
 
 @cache
 def reference(dtype: str = "float32", attention: str = "sdpa") -> Reference:
-    return Reference.load(checkpoint("qwen2_5_vl"), "qwen2_5_vl", dtype, attention)  # pyright: ignore
+    return load_reference(checkpoint("qwen2_5_vl"), "qwen2_5_vl", dtype, attention)  # pyright: ignore
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -130,5 +130,5 @@ def test_the_full_3b_tower_agrees_with_the_reference_on_a_photograph(tmp_path, p
     folder = tiny.random_full_size("Qwen--Qwen2.5-VL-3B-Instruct", tmp_path, shards=2)
     full = jaxvit.load(folder, dtype="float32", budgets=[512], store=False)
     [item] = full.prepare(photos["coffee"])
-    theirs = Reference.load(folder, "qwen2_5_vl").encode(item)
+    theirs = load_reference(folder, "qwen2_5_vl").encode(item)
     assert relative(full.encode(item)[0], theirs) <= 1e-5

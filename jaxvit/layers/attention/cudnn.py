@@ -13,10 +13,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from jaxvit.buffer import Buffer
 from jaxvit.errors import LadderError
 from jaxvit.layers.attention.segments import Metadata, misfit
 from jaxvit.layers.hopper import capability
-from jaxvit.models.family import Buffer
 
 ENTRY = "jax._src.cudnn.fused_attention_stablehlo"
 PLACES = ("query", "key", "value")

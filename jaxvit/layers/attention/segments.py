@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from jaxvit.buffer import Buffer
 from jaxvit.layers.rope import Rotation
-from jaxvit.models.family import Buffer
 
 TILE = 64
 """Rows of padding that attend to each other at most."""

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from jaxvit.buffer import Buffer
 from jaxvit.errors import CheckpointError
 from jaxvit.layers.fuse import ByHead, Interleaving, Widening, head_halves, mlp_width
-from jaxvit.models.family import Bucket, Buffer, Demand, Family, Piece, Rows, rectangles
+from jaxvit.models.family import Bucket, Demand, Family, Piece, Rows, rectangles
 from jaxvit.models.kimi_k25 import keys, layout, processing
 from jaxvit.models.kimi_k25.config import Config
 from jaxvit.models.kimi_k25.module import VisionTower

@@ -24,8 +24,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from jaxvit.buffer import Buffer
 from jaxvit.layers.position import bicubic, cell_coordinates
-from jaxvit.models.family import Bucket, Buffer, Piece, Rows
+from jaxvit.models.family import Bucket, Piece, Rows
 from jaxvit.models.kimi_k25.config import Config
 
 

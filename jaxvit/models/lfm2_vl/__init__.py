@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from jaxvit.buffer import Buffer
 from jaxvit.layers.fuse import Widening, head_halves, mlp_width
-from jaxvit.models.family import Bucket, Buffer, Family, Piece, Rows
+from jaxvit.models.family import Bucket, Family, Piece, Rows
 from jaxvit.models.lfm2_vl import keys, layout, processing
 from jaxvit.models.lfm2_vl.config import Config
 from jaxvit.models.lfm2_vl.module import VisionTower

@@ -19,8 +19,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from jaxvit.buffer import Buffer
 from jaxvit.layers.position import antialiased_linear, cell_coordinates
-from jaxvit.models.family import Bucket, Buffer, Piece, Rows
+from jaxvit.models.family import Bucket, Piece, Rows
 from jaxvit.models.lfm2_vl.config import Config
 
 

@@ -9,10 +9,11 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from jaxvit.buffer import Buffer
 from jaxvit.layers import swiglu
 from jaxvit.layers.fuse import Pairing, Widening, head_halves, mlp_width
 from jaxvit.layers.prune import retained
-from jaxvit.models.family import Bucket, Buffer, Family, Item, Piece, Rows
+from jaxvit.models.family import Bucket, Family, Item, Piece, Rows
 from jaxvit.models.qwen2_5_vl import keys, layout, processing
 from jaxvit.models.qwen2_5_vl.config import Config
 from jaxvit.models.qwen2_5_vl.module import VisionTower

@@ -22,7 +22,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxvit.models.family import Bucket, Buffer, Piece, Rows
+from jaxvit.buffer import Buffer
+from jaxvit.models.family import Bucket, Piece, Rows
 from jaxvit.models.qwen2_5_vl.config import Config
 
 
