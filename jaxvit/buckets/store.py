@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,10 @@ log = logging.getLogger("jaxvit")
 FORMAT = 1
 SUFFIX = ".executable"
 MAX_HEADER = 2**20
+WRITING = ".writing-"
+"""Prefix of a file that is being written."""
+ABANDONED = 3600.0
+"""Seconds after its last change from which such a file is taken for what a killed process left behind."""
 
 
 def default_folder() -> Path:
@@ -109,6 +114,7 @@ class Store:
         try:
             payload = pickle.dumps(serialize_executable.serialize(executable.compiled))
             facts = {"seconds": round(executable.seconds, 3), "bytes": len(payload), "memory": executable.memory()}
+            self._sweep()
             write_entry(path, key_of(program, device), payload, facts)
         except IsADirectoryError:  # this entry's fault alone: others are kept
             log.warning("executable store: %s is a folder, so its executable is not kept: remove it", path)
@@ -116,6 +122,13 @@ class Store:
             self._unwritable(error)
         except Exception as error:
             log.warning("executable store: the bucket of %d tokens cannot be kept: %s", program.bucket.tokens, error)
+
+    def _sweep(self) -> None:
+        """Removes files that nobody writes any more; one that cannot be removed stays."""
+        for path in self.folder.glob(WRITING + "*"):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime > ABANDONED:
+                    path.unlink()
 
     def _unwritable(self, error: OSError) -> None:
         self.writable = False
@@ -137,7 +150,7 @@ class Store:
 def write_entry(path: Path, key: dict[str, Any], payload: bytes, facts: dict[str, Any]) -> None:
     """Atomically: a reader sees the whole entry or none, and the last of several writers wins."""
     header = {"format": FORMAT, "key": key, "sha256": hashlib.sha256(payload).hexdigest(), **facts}
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")  # mkstemp makes it 0o600
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=WRITING)  # mkstemp makes it 0o600
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(_canonical(header) + b"\n" + payload)

@@ -261,6 +261,20 @@ def test_a_full_disk_is_a_warning_and_leaves_nothing_behind(folder: Path, caplog
     assert_kept(folder, caplog)
 
 
+def test_what_a_killed_process_left_half_written_goes_and_what_is_being_written_stays(folder: Path):
+    folder.mkdir(mode=0o700)
+    abandoned, current, other = folder / ".writing-old", folder / ".writing-new", folder / "notes"
+    for path in (abandoned, current, other):
+        path.write_bytes(b"x")
+    hours_ago = time.time() - 2 * 3600
+    for path in (abandoned, other):
+        os.utime(path, (hours_ago, hours_ago))
+    load(folder).encode(picture(64, 64))
+    assert not abandoned.exists()
+    assert current.exists()
+    assert other.exists()
+
+
 def test_a_store_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog):
     blocked = tmp_path / "file"
     blocked.write_text("")
