@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +42,7 @@ Key = tuple[Bucket, Pixels, int]
 """What an executable is built for; the last is the device's place in the dispatcher's list."""
 
 
-@dataclass(frozen=True, eq=False)
-class Slot:
+class Slot(NamedTuple):
     """Where a piece lies in a call: its rows of the packed embeddings start at ``offset``."""
 
     item: int
@@ -183,8 +182,8 @@ class Dispatcher:
         """
         jobs = [(index, number, piece) for index, item in enumerate(items) for number, piece in enumerate(item.pieces)]
         demands = [piece.demand for _, _, piece in jobs]
-        held = [self.ladder.holds(demand) for demand in demands]
-        too_large = [job for job, fits in zip(jobs, held, strict=True) if not fits]
+        held = {demand: self.ladder.holds(demand) for demand in dict.fromkeys(demands)}
+        too_large = [job for job, demand in zip(jobs, demands, strict=True) if not held[demand]]
         if too_large and self.on_overflow == "error":
             raise self._too_large(*too_large[0])
         small = None if most is None else self.ladder.up_to(most)
@@ -194,7 +193,7 @@ class Dispatcher:
             calls: list[Call] = []
             groups: dict[tuple[str, bool], list[int]] = defaultdict(list)
             for index in share:
-                if held[index]:
+                if held[demands[index]]:
                     fits_small = small is not None and small.holds(demands[index])
                     groups[jobs[index][2].patches.dtype.str, fits_small].append(index)
                 else:

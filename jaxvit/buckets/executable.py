@@ -81,14 +81,18 @@ class Program:
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
-        """Every input, in the order of the executable's arguments."""
-        own = self.family.buffers(self.bucket, self.pixels)
+        """Every input, in the order of the arguments: the family's, then the attention backend's."""
         metadata = [
             replace(buffer, name=f"{reach}/{buffer.name}")
             for reach in self.family.segment_sets
             for buffer in self.backend.buffers(self.bucket.patches, self._segments(reach))
         ]
-        return (*own, *metadata)
+        return (*self.own_buffers, *metadata)
+
+    @cached_property
+    def own_buffers(self) -> tuple[Buffer, ...]:
+        """The family's."""
+        return self.family.buffers(self.bucket, self.pixels)
 
     def _segments(self, reach: str) -> int:
         return self.bucket.windows if reach == "window" else self.bucket.segments
@@ -96,9 +100,7 @@ class Program:
     def fill(self, pieces: Sequence[Piece]) -> dict[str, np.ndarray | None]:
         """Pieces -> one array a buffer, padded; None for an optional buffer that nothing needs."""
         arrays = self.family.layout(pieces, self.bucket)
-        filled = {
-            buffer.name: pad(buffer, arrays.get(buffer.name)) for buffer in self.buffers if "/" not in buffer.name
-        }
+        filled = {buffer.name: pad(buffer, arrays.get(buffer.name)) for buffer in self.own_buffers}
         for reach, lengths in self.family.lengths(pieces).items():
             metadata = self.backend.metadata(lengths, self.bucket.patches, self._segments(reach))
             filled |= {f"{reach}/{name}": array for name, array in metadata.items()}

@@ -34,6 +34,8 @@ MISSES = 32
 
 Load = tuple[int, int, int, int, int]
 """Patches, tokens, segments, windows and squared patches, summed over the pieces of a call."""
+Kinds = Mapping[Demand, Sequence[int]]
+"""A demand -> the pieces that have it, ascending; in the order of their first pieces."""
 
 
 class Call(NamedTuple):
@@ -72,10 +74,10 @@ def plan(demands: Sequence[Demand], ladder: Ladder) -> list[Call]:
     costs = _costs(ladder)
     if len(demands) == 1:
         return [Call(costs.alone(0, demands[0]).bucket, (0,))]
-    costs.check(demands)
     kinds: dict[Demand, list[int]] = {}
     for index, demand in enumerate(demands):
         kinds.setdefault(demand, []).append(index)
+    costs.check(kinds)
     if prod(comb(len(pieces) + 2, 2) for pieces in kinds.values()) <= EXACT:
         drafts = _exact(kinds, costs)
     else:
@@ -156,11 +158,11 @@ class _Costs:
             )
         return _Draft(value, bucket, [index], load)
 
-    def check(self, demands: Sequence[Demand]) -> None:
-        """Raises CapacityError if a piece fits no bucket."""
-        if any(max(axis) > room for axis, room in zip(zip(*demands, strict=True), self.last, strict=False)):
-            for index, demand in enumerate(demands):
-                self.alone(index, demand)
+    def check(self, kinds: Kinds) -> None:
+        """Raises CapacityError if a piece fits no bucket; it names the first."""
+        if any(max(axis) > room for axis, room in zip(zip(*kinds, strict=True), self.last, strict=False)):
+            for demand, pieces in kinds.items():
+                self.alone(pieces[0], demand)
 
 
 @lru_cache(maxsize=64)
@@ -187,14 +189,11 @@ def _add(load: Load, more: Load, sign: int = 1) -> Load:
     return a + sign * p, b + sign * t, c + sign * s, d + sign * w, e + sign * q
 
 
-def _exact(kinds: Mapping[Demand, Sequence[int]], costs: _Costs) -> list[_Draft]:
+def _exact(kinds: Kinds, costs: _Costs) -> list[_Draft]:
     """The cheapest partition. What is planned is how many pieces of each kind a call takes; which of them, comes last.
 
     A state is so many pieces of each kind: a number of mixed base, a digit a kind. For every state in ascending order,
     the best call for a piece of its last kind and some others, and the cheapest calls for what that leaves.
-
-    Args:
-        kinds: equal demands -> the pieces that have them.
     """
     loads: list[Load] = [(0, 0, 0, 0, 0)]
     value, total, taken = [0.0], [0.0], [0]  # of the state as one call, of its cheapest calls, the first of those
