@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache, reduce
 from itertools import accumulate, islice
-from math import ceil, comb, inf, prod
+from math import ceil, inf
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +19,14 @@ from jaxvit.buckets.ladder import Ladder
 from jaxvit.errors import CapacityError
 from jaxvit.models.family import Demand
 
-EXACT = 2200
-"""Up to so many calls to compare, the cheapest of all plans is found: seven pieces, or 64 that are all equal."""
+EFFORT, MORE = 6400, 128
+"""The cheapest of all plans is found where that is little work, and so much more for every piece: for seven pieces, 64
+that are all equal, or 2,000 of which few fit a call."""
+STATE = 32
+"""Work of a state of :func:`_exact`; comparing two calls is 1, some 70 ns."""
 POLISH = 16
-"""Up to so many pieces, a packing is improved piece by piece; beyond, it is within half a percent of ideal as it is."""
+"""Else, up to so many pieces, a packing is improved piece by piece; more, of many sizes, are within half a percent of
+ideal as they are."""
 GAPS = (0.0, 0.02, 0.06)
 """Shares of the work by which a packing expects to exceed the ideal; each makes one candidate."""
 NEAR = 1.002
@@ -78,7 +82,7 @@ def plan(demands: Sequence[Demand], ladder: Ladder) -> list[Call]:
     for index, demand in enumerate(demands):
         kinds.setdefault(demand, []).append(index)
     costs.check(kinds)
-    if prod(comb(len(pieces) + 2, 2) for pieces in kinds.values()) <= EXACT:
+    if _effort(kinds, costs) <= EFFORT + MORE * len(demands):
         drafts = _exact(kinds, costs)
     else:
         drafts = _pack(demands, costs)
@@ -158,6 +162,10 @@ class _Costs:
             )
         return _Draft(value, bucket, [index], load)
 
+    def together(self, demand: Demand) -> int:
+        """So many equal pieces share a call at most."""
+        return min(room // need for room, need in zip(self.most, demand, strict=True) if need)
+
     def check(self, kinds: Kinds) -> None:
         """Raises CapacityError if a piece fits no bucket; it names the first."""
         if any(max(axis) > room for axis, room in zip(zip(*kinds, strict=True), self.last, strict=False)):
@@ -189,6 +197,16 @@ def _add(load: Load, more: Load, sign: int = 1) -> Load:
     return a + sign * p, b + sign * t, c + sign * s, d + sign * w, e + sign * q
 
 
+def _effort(kinds: Kinds, costs: _Costs) -> float:
+    """What :func:`_exact` has to do."""
+    states = calls = 1.0
+    for demand, pieces in kinds.items():
+        count, most = len(pieces), min(len(pieces), costs.together(demand))
+        states *= count + 1
+        calls *= (most + 1) * (most + 2) / 2 + (count - most) * (most + 1)
+    return STATE * states + calls
+
+
 def _exact(kinds: Kinds, costs: _Costs) -> list[_Draft]:
     """The cheapest partition. What is planned is how many pieces of each kind a call takes; which of them, comes last.
 
@@ -197,17 +215,19 @@ def _exact(kinds: Kinds, costs: _Costs) -> list[_Draft]:
     """
     loads: list[Load] = [(0, 0, 0, 0, 0)]
     value, total, taken = [0.0], [0.0], [0]  # of the state as one call, of its cheapest calls, the first of those
-    within = [[0]]  # the states that a state contains, the largest first
+    within = [[0]]  # the states that a state contains, the largest first, but for those that are too many for a call
     strides = []
     for demand, pieces in kinds.items():
         stride, one = len(loads), _load(demand)
         strides.append(stride)
+        together = stride * costs.together(demand)
         for most in range(stride, stride * (len(pieces) + 1), stride):
             for rest in range(stride):
                 state = most + rest
                 loads.append(_add(loads[state - stride], one))
                 value.append(costs.cheapest(loads[state])[0])
-                calls = [some + others for some in range(most, 0, -stride) for others in within[rest]]
+                some = range(min(most, together), 0, -stride)
+                calls = [own + others for own in some for others in within[rest]]
                 sums = [value[call] + total[state - call] for call in calls]
                 total.append(min(sums))
                 taken.append(calls[sums.index(total[state])])

@@ -20,7 +20,7 @@ from jaxvit.buckets.ladder import default_ladder
 from jaxvit.models.family import Item, Piece
 from tests.buckets.photos import FAMILIES, demands, family, sizes
 
-BARS = {1: 0.05, 64: 1.0, 2000: 100.0}
+BARS = {1: 0.2, 64: 1.0, 2000: 100.0}
 """Pieces -> milliseconds of a core that a plan may take."""
 WHAT = ("planner", "dispatcher", "first")
 """``planner.plan``; ``Dispatcher.plan``, which users call; and that on a ladder that nobody has planned with."""

@@ -171,7 +171,7 @@ def coarse(draw: st.DrawFn) -> Task:
 
 MANY = [15, 2, 7, 13, 6, 12, 1, 9, 2, 14, 17, 9, 16, 2, 8, 3, 6]
 PINNED = [
-    ((Bucket(8, 32, 8), Bucket(9, 36, 9)), [2, 4, 1, 5, 8, 2, 8, 8, 4]),
+    ((Bucket(14, 56, 14), Bucket(17, 68, 15)), [5, 2, 4, 3, 5, 7, 7, 3, 4, 3, 6, 4, 3, 4]),
     ((Bucket(37, 148, 37, 0, "auto", 0.41, 6e-4), Bucket(39, 156, 39, 0, "auto", 6.5, 1.2e-4)), MANY),
 ]
 """Buckets, and tokens of pieces, that the greedy rule packs cheaper than the planner would without it: few pieces,
@@ -263,6 +263,22 @@ def test_many_equal_pieces_are_planned_at_the_least_cost_there_is(task: Task, co
     assert cost(calls, pieces, ladder) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [Demand(4 * tokens, tokens, 1, 0) for tokens in range(64, 71)],
+        [Demand(256, 64, 1, 0)] * 64,
+        [Demand(256, 64, 1, 0)] * 32 + [Demand(300, 75, 1, 0)],
+        [Demand(4096, 1024, 1, 0)] * 2000,
+    ],
+    ids=["seven sizes", "64 equal", "32 equal and another", "2,000 of which few fit a call"],
+)
+def test_such_pieces_are_planned_exactly(pieces: list[Demand], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(planner, "_pack", lambda *_: pytest.fail("the packing of many pieces is not exact"))
+    ladder = default_ladder(family("lfm2_vl"), "gpu")
+    check(plan(pieces, ladder), pieces, ladder)
+
+
 @settings(max_examples=50, deadline=None)
 @given(task=tasks())
 def test_the_same_pieces_get_the_same_plan(task: Task):
@@ -345,7 +361,8 @@ def test_one_piece_at_capacity_fits_and_one_more_does_not(axis: str):
     assert plan([CAPACITY], LARGE) == [Call(0, (0,))]
     assert plan([over], LARGE) == [Call(1, (0,))]
     words = f"needs {over.patches} patches, {over.tokens} tokens, {over.segments} segments, {over.windows} windows"
-    for pieces, place in (([over], 0), ([CAPACITY, over], 1), ([CAPACITY] * 9 + [over], 9)):
+    several: list[tuple[list[Demand], int]] = [([over], 0), ([CAPACITY, over, over], 1), ([CAPACITY] * 9 + [over], 9)]
+    for pieces, place in several:
         with pytest.raises(CapacityError, match=f"piece {place} fits no bucket: it {words}"):
             plan(pieces, SMALL)
 
