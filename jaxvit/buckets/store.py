@@ -114,21 +114,17 @@ class Store:
         try:
             payload = pickle.dumps(serialize_executable.serialize(executable.compiled))
             facts = {"seconds": round(executable.seconds, 3), "bytes": len(payload), "memory": executable.memory()}
-            self._sweep()
             write_entry(path, key_of(program, device), payload, facts)
         except IsADirectoryError:  # this entry's fault alone: others are kept
             log.warning("executable store: %s is a folder, so its executable is not kept: remove it", path)
+        except FileNotFoundError as error:
+            if not self.folder.is_dir():
+                self._unwritable(error)
+            log.warning("executable store: %s was removed while it was written, and is not kept", path)
         except OSError as error:
             self._unwritable(error)
         except Exception as error:
             log.warning("executable store: the bucket of %d tokens cannot be kept: %s", program.bucket.tokens, error)
-
-    def _sweep(self) -> None:
-        """Removes files that nobody writes any more; one that cannot be removed stays."""
-        for path in self.folder.glob(WRITING + "*"):
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > ABANDONED:
-                    path.unlink()
 
     def _unwritable(self, error: OSError) -> None:
         self.writable = False
@@ -153,6 +149,7 @@ def write_entry(path: Path, key: dict[str, Any], payload: bytes, facts: dict[str
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=WRITING)  # mkstemp makes it 0o600
     try:
         with os.fdopen(handle, "wb") as file:
+            _sweep(path.parent, os.fstat(file.fileno()).st_mtime)
             file.write(_canonical(header) + b"\n" + payload)
             file.flush()
             os.fsync(file.fileno())
@@ -160,6 +157,18 @@ def write_entry(path: Path, key: dict[str, Any], payload: bytes, facts: dict[str
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _sweep(folder: Path, now: float) -> None:
+    """Removes files that nobody writes any more; what cannot be removed stays.
+
+    Args:
+        now: by the clock of the folder's file system, which need not be this machine's.
+    """
+    for path in folder.glob(WRITING + "*"):
+        with suppress(OSError):
+            if now - path.lstat().st_mtime > ABANDONED:
+                path.unlink()
 
 
 def read_entry(path: Path, key: dict[str, Any]) -> bytes | None:

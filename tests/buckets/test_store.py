@@ -266,13 +266,42 @@ def test_what_a_killed_process_left_half_written_goes_and_what_is_being_written_
     abandoned, current, other = folder / ".writing-old", folder / ".writing-new", folder / "notes"
     for path in (abandoned, current, other):
         path.write_bytes(b"x")
+    stuck, link = folder / ".writing-folder", folder / ".writing-link"
+    stuck.mkdir()
+    link.symlink_to("nowhere")
     hours_ago = time.time() - 2 * 3600
-    for path in (abandoned, other):
-        os.utime(path, (hours_ago, hours_ago))
+    for path in (abandoned, other, stuck, link):
+        os.utime(path, (hours_ago, hours_ago), follow_symlinks=False)
     load(folder).encode(picture(64, 64))
-    assert not abandoned.exists()
-    assert current.exists()
-    assert other.exists()
+    left = {path.name for path in folder.iterdir() if path.suffix != ".executable"}
+    assert left == {".writing-new", "notes", ".writing-folder"}
+    assert len(list(folder.glob("*.executable"))) == 1
+
+
+def test_the_machine_s_clock_does_not_make_a_file_an_old_one(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    folder.mkdir(mode=0o700)
+    (folder / ".writing-other").write_bytes(b"x")
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 7200)
+    load(folder).encode(picture(64, 64))
+    assert (folder / ".writing-other").exists()
+
+
+def test_an_entry_that_is_removed_while_it_is_written_is_its_own_fault_alone(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    shared, real = load(folder, budgets=[64, 128]), os.replace
+
+    def removed(source: str, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", real)
+        Path(source).unlink()
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", removed)
+    shared.encode(picture(64, 64))
+    assert "was removed while it was written" in caplog.text
+    shared.warmup()
+    assert len(list(folder.glob("*.executable"))) == 1, "the other bucket's"
 
 
 def test_a_store_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog):
