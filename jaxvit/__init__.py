@@ -5,4 +5,5 @@ from jaxvit.compare import Report, compare
 from jaxvit.encoder import Encoder, Encodings, load
 from jaxvit.media import Image, Video
 
-__all__ = ["Encoder", "Encodings", "Image", "Report", "Video", "compare", "errors", "load"]
+__version__ = "0.1.0"
+__all__ = ["Encoder", "Encodings", "Image", "Report", "Video", "__version__", "compare", "errors", "load"]

@@ -116,6 +116,13 @@ class Encoder:
         self._pool: ThreadPoolExecutor | None = None
         self._pool_lock = threading.Lock()
 
+    def __repr__(self) -> str:
+        devices, buckets = self.dispatcher.devices, self.ladder.buckets
+        return (
+            f"<Encoder of {self.family.name}: {self.dtype} on {len(devices)} x {devices[0].device_kind}, "
+            f"{len(buckets)} buckets of {buckets[0].tokens} to {buckets[-1].tokens} tokens>"
+        )
+
     @property
     def config(self) -> Any:
         """Configuration of the vision tower: a frozen dataclass."""
@@ -265,8 +272,11 @@ class Encoder:
                 (``bucketed=False`` compiles its exact shapes all the same).
         Raises:
             CapacityError: a bucket does not fit on the device; none ran.
+            OptionError: no bucket is as small as ``up_to``.
         """
         checks.positive("up_to", up_to, int, "a number of tokens")
+        if up_to is not None and up_to < (smallest := self.ladder.buckets[0].tokens):
+            raise OptionError(f"up_to is {up_to}; the smallest bucket has {smallest} tokens")
         self.dispatcher.warmup(up_to)
         self.dispatcher.strict = strict
 
@@ -286,12 +296,11 @@ class Encoder:
 def _devices(devices: str | Sequence[jax.Device] | None) -> list[jax.Device]:
     if devices is None:
         return jax.local_devices()[:1]
-    if isinstance(devices, str):
-        checks.choice("devices", devices, ("all",))
+    if isinstance(devices, str) and devices == "all":
         return jax.local_devices()
     placed = list(devices) if isinstance(devices, Iterable) else []
     if not placed or not all(isinstance(one, jax.Device) for one in placed) or len(set(placed)) != len(placed):
-        raise OptionError(f'devices must be None, "all" or a list of distinct jax devices, got {devices!r}')
+        raise OptionError(f'devices is {devices!r:.80}; give None, "all" or a list of distinct jax devices')
     return placed
 
 

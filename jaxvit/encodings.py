@@ -60,10 +60,16 @@ class Encodings(Sequence):
     def __len__(self) -> int:
         return len(self._results)
 
+    def __repr__(self) -> str:
+        tokens = sum(item.tokens for item in self._results if isinstance(item, Item))
+        bad = sum(isinstance(one, Exception) for one in self._results)
+        errors = f", {bad} of them errors" if bad else ""
+        return f"<Encodings of {len(self)} items{errors}: {tokens} tokens, {self._family.width} values each>"
+
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[one] for one in range(*index.indices(len(self)))]
-        found = self._item(range(len(self))[index])
+        found = self._item(self._position(index))
         return found if isinstance(found, Exception) else found[0]
 
     def __iter__(self) -> Iterator[Any]:
@@ -102,7 +108,7 @@ class Encodings(Sequence):
 
     def kept(self, index: int) -> np.ndarray | None:
         """Positions that video pruning kept, int64, None for an item that was not pruned."""
-        found = self._item(range(len(self))[index])
+        found = self._item(self._position(index))
         return None if isinstance(found, Exception) else found[1]
 
     @property
@@ -118,6 +124,12 @@ class Encodings(Sequence):
             if not isinstance(places, Exception):
                 views += [(self._outputs[number].embeddings, item, offset, tokens) for number, offset, tokens in places]
         return views
+
+    def _position(self, index: Any) -> int:
+        try:
+            return range(len(self))[index]
+        except IndexError:
+            raise IndexError(f"there is no item {index}: there are {len(self)}") from None
 
     def _item(self, index: int) -> Exception | tuple[np.ndarray, np.ndarray | None]:
         if isinstance(self._results[index], Exception):

@@ -61,7 +61,8 @@ def picture(medium: Any) -> np.ndarray:
 
 
 def kind_of(medium: Any) -> str:
-    return f"{type(medium).__module__}.{type(medium).__qualname__}"
+    kind = type(medium)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _lock(medium: Any) -> threading.Lock:
@@ -96,6 +97,8 @@ def _from_path(path: str | bytes) -> np.ndarray:
     except MediaError:
         raise
     except (OSError, ValueError) as error:
+        if os.path.isdir(path):
+            raise MediaError(f"path {path[:300]!r} is a folder: pass the paths of its files") from error
         reason = getattr(error, "strerror", None) or str(error)
         raise MediaError(f"path {path[:300]!r} cannot be read ({reason}): check the path") from error
     return _from_bytes(data, f"path {path!r}")
@@ -122,7 +125,7 @@ def _from_file(file: Any) -> np.ndarray:
 
 def _from_bytes(data: bytes, what: str) -> np.ndarray:
     if not data:
-        raise MediaError(f"{what}: 0 bytes, so no image: pass a whole image file")
+        raise MediaError(f"{what}: nothing is in it: pass a whole image file")
     if data.startswith(b"version https://git-lfs"):
         raise MediaError(f"{what}: a Git LFS pointer and not the image: fetch it with git lfs pull")
     PIL.Image.init()  # else threads that meet a first WebP or TIFF at once may find its reader half registered

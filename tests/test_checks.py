@@ -27,7 +27,7 @@ def load(**options: Any) -> jaxvit.Encoder:
     [
         (lambda: load(dtype="float16"), "use bfloat16 or float32"),
         (lambda: load(dtype="int8"), "dtype is 'int8'; choose one of 'float32', 'bfloat16'"),
-        (lambda: load(devices="some"), "devices is 'some'; choose one of 'all'"),
+        (lambda: load(devices="some"), "devices is 'some'; give None, \"all\" or a list of distinct jax devices"),
         (lambda: load(devices=[]), "a list of distinct jax devices"),
         (lambda: load(attention="flash"), "attention is 'flash'; choose one of 'auto', 'dense'"),
         (lambda: encoder("lfm2_5_vl").encode(picture(64, 64), out_dtype="float16"), "use bfloat16 or float32"),
@@ -35,6 +35,7 @@ def load(**options: Any) -> jaxvit.Encoder:
         (lambda: encoder("lfm2_5_vl").encode_iter([], lookahead=0), "lookahead is 0; give a number of items"),
         (lambda: encoder("lfm2_5_vl").warmup(-1), "up_to is -1; give a number of tokens, or None"),
         (lambda: encoder("lfm2_5_vl").warmup(True), "up_to is True; give a number of tokens, or None"),
+        (lambda: encoder("lfm2_5_vl").warmup(63), "up_to is 63; the smallest bucket has 64 tokens"),
         (lambda: bench(encoder("lfm2_5_vl"), up_to=0), "up_to is 0; give a number of tokens, or None"),
         (lambda: tune(encoder("lfm2_5_vl"), seconds=float("nan")), "seconds is nan; give a number of seconds, or None"),
         (lambda: bench(encoder("lfm2_5_vl"), "1x256,4x64"), r"give a list, such as \['1x256', '4x64'\]"),

@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -109,6 +110,20 @@ def test_a_damaged_item_is_refused():
 def test_a_family_without_video_says_so(name: str):
     with pytest.raises(MediaError, match="item 1: lfm2_vl has no video input; pass the frames as images"):
         encoder(name).encode([picture(64, 64), clip(2, 64, 64)])
+
+
+def test_encoders_and_encodings_say_what_they_are():
+    known = encoder("lfm2_5_vl")
+    found = known.encode([picture(64, 64), b"", picture(96, 64)], on_error="return")
+    buckets, device = known.ladder.buckets, jax.devices()[0].device_kind
+    sizes = f"{len(buckets)} buckets of {buckets[0].tokens} to {buckets[-1].tokens} tokens"
+    assert repr(known) == f"<Encoder of lfm2_vl: float32 on 1 x {device}, {sizes}>"
+    tokens = len(found[0]) + len(found[2])
+    assert repr(found) == f"<Encodings of 3 items, 1 of them errors: {tokens} tokens, {known.family.width} values each>"
+    assert repr(known.encode([])) == f"<Encodings of 0 items: 0 tokens, {known.family.width} values each>"
+    with pytest.raises(IndexError, match="there is no item 3: there are 3"):
+        found[3]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", jaxvit.__version__)
 
 
 def test_choices_are_checked_before_anything_runs():

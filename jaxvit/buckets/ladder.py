@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from jaxvit.buckets.rule import ACCELERATOR, Rule, known, milliseconds, read, ru
 from jaxvit.errors import LadderError
 from jaxvit.layers.attention import BACKENDS
 from jaxvit.models.family import Bucket, Demand, Family
+
+log = logging.getLogger("jaxvit")
 
 BLOCK = 64
 """Rows of an attention kernel's block: a bucket's patches are a multiple of it."""
@@ -154,7 +157,10 @@ def from_budgets(
     if not given:
         raise LadderError("budgets is empty: give at least one budget in output tokens, or None for the default ladder")
     _check_pieces(max_pieces, given[0])
-    buckets = tuple(complete(family, {"tokens": budget}, max_pieces, block) for budget in given)
+    try:
+        buckets = tuple(complete(family, {"tokens": budget}, max_pieces, block) for budget in given)
+    except LadderError as error:
+        raise LadderError(f"budgets: {error}") from None
     return Ladder(buckets, f"budgets {given}", rule_of(family.name, platform))
 
 
@@ -262,7 +268,9 @@ def complete(family: Family, given: Mapping[str, Any], max_pieces: int | None = 
     smallest, _ = family.budget_range()
     least = smallest * family.merge**2
     if tokens < smallest:
-        raise LadderError(f"tokens = {tokens}: no piece can use it, the smallest of {family.name} has {smallest}")
+        raise LadderError(
+            f"tokens = {tokens}: no piece can use it, the smallest of {family.name} has {smallest}: give so many"
+        )
     patches = whole(given.get("patches", whole_blocks(tokens * family.merge**2, block)), "patches")
     if patches % block:
         multiple = whole_blocks(patches, block)
@@ -292,6 +300,9 @@ def complete(family: Family, given: Mapping[str, Any], max_pieces: int | None = 
 def _buckets_of(path: Path, family: Family, max_pieces: int | None, block: int) -> tuple[Bucket, ...]:
     table, lines = read(path)
     known(table, ("match", "record", "bucket"), str(path))
+    match = table.get("match")
+    if isinstance(match, Mapping) and match.get("family", family.name) != family.name:
+        log.warning("%s: its costs were measured for %s, not for %s", path, match["family"], family.name)
     entries = table.get("bucket")
     if not isinstance(entries, list) or not entries:
         raise LadderError(f"{path}: a ladder file needs at least one [[bucket]] table")

@@ -140,7 +140,9 @@ def read(path: Path) -> tuple[dict[str, Any], list[int]]:
             raise LadderError(f"{path}: it is no file; give a ladder file, or budgets such as 256,1024,4096")
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise LadderError(f"{path}: the ladder file cannot be read: {error}") from error
+        raise LadderError(
+            f"{path}: the ladder file cannot be read: {error}; give a ladder file, or budgets such as 256,1024,4096"
+        ) from error
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -21,7 +21,7 @@ from jaxvit.buckets import dispatcher as dispatchers
 from jaxvit.buckets.dispatcher import check_fits, exact_bucket
 from jaxvit.buckets.executable import Executable, Program
 from jaxvit.buckets.ladder import BLOCK
-from jaxvit.errors import CapacityError, MediaError
+from jaxvit.errors import CapacityError, LadderError, MediaError
 from jaxvit.models.family import Bucket, Demand, Item, Piece
 from tests.families import FAMILIES, VIDEO, checkpoint, clip, encoder, media, picture, relative
 
@@ -508,3 +508,28 @@ def test_a_ladder_s_attention_is_what_runs():
     elsewhere = replace(bucket, attention="mosaic")
     assert dispatcher.program(elsewhere, "uint8").backend.name in ("dense", "xla"), "tuned for what cannot run here"
     assert load("qwen2_5_vl", attention="dense").dispatcher.program(bucket, "uint8").backend.name == "dense"
+
+
+def test_a_ladder_s_attention_that_cannot_run_is_replaced_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "ladder.toml"
+    path.write_text('[[bucket]]\ntokens = 64\nattention = "xla"\n\n[[bucket]]\ntokens = 128\nattention = "cudnn"\n')
+    dispatcher = load("lfm2_5_vl", budgets=path).dispatcher
+    [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith(f"{path}: attention 'cudnn', which 1 buckets name, cannot run here (needs an NVIDIA GPU)")
+    names = [dispatcher.program(bucket, "uint8").backend.name for bucket in dispatcher.ladder]
+    assert names == ["xla", "dense"]
+
+
+def test_an_attention_of_ones_own_that_cannot_run_is_refused_at_load():
+    with pytest.raises(LadderError, match="attention 'cudnn' cannot run here: needs an NVIDIA GPU"):
+        load("lfm2_5_vl", attention="cudnn")
+
+
+def test_a_ladder_that_was_tuned_for_another_family_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "ladder.toml"
+    for family, said in (("lfm2_vl", 0), ("kimi_k25", 1)):
+        path.write_text(f'[match]\nfamily = "{family}"\n\n[[bucket]]\ntokens = 64\n')
+        load("lfm2_5_vl", budgets=path)
+        assert (
+            len([one for one in caplog.records if "measured for kimi_k25, not for lfm2_vl" in one.getMessage()]) == said
+        )

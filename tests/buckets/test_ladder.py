@@ -259,7 +259,9 @@ def test_a_bad_max_pieces_is_refused_by_the_default_ladder_too(any_family: Famil
 
 def test_a_budget_below_the_smallest_piece_is_refused():
     assert from_budgets(family("lfm2_vl"), [64]).buckets[0].segments == 1
-    with pytest.raises(LadderError, match=r"tokens = 63: no piece can use it, the smallest of lfm2_vl has 64"):
+    with pytest.raises(
+        LadderError, match=r"^budgets: tokens = 63: no piece can use it, the smallest of lfm2_vl has 64: give"
+    ):
         from_budgets(family("lfm2_vl"), [63, 128])
 
 

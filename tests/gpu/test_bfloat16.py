@@ -11,7 +11,7 @@ import pytest
 
 import jaxvit
 from jaxvit.bench.subject import random_checkpoint
-from jaxvit.layers.attention import BACKENDS, runs
+from jaxvit.layers.attention import BACKENDS
 from jaxvit.models.family import Item
 from tests.families import picture, relative
 
@@ -46,8 +46,8 @@ def test_bfloat16_is_no_farther_from_float32_than_the_reference_s_own(
 ):
     folder, items, exact, theirs = known
     platform = jax.devices()[0].platform
-    if not runs(backend, platform, "bfloat16"):
-        pytest.skip(str(BACKENDS[backend].why_not(platform, "bfloat16")))
+    if reason := BACKENDS[backend].why_not(platform, "bfloat16"):
+        pytest.skip(reason)
     for budgets in ([256], [1024]):  # of few patches, where a piece may need a bucket of its own size, and of many
         encoder = jaxvit.load(folder, dtype="bfloat16", attention=backend, budgets=budgets, store=False)
         ours = relative(np.concatenate([np.asarray(rows, np.float32) for rows in encoder.encode(items)]), exact)

@@ -428,7 +428,8 @@ VIDEO_4 = {"pixel_values_videos": np.zeros((4, 3, 14, 14)), "video_grid_thw": [[
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
-        ({}, "no pixel_values"),
+        ({}, "no pixel_values.* in the inputs; there is nothing"),
+        ({"input_ids": [[1]]}, "no pixel_values.* in the inputs; there is input_ids"),
         ({"pixel_values": np.zeros((4, 3, 14, 14))}, "no image_grid_thw"),
         ({"pixel_values": np.zeros((4, 3, 16, 16)), "image_grid_thw": [[1, 2, 2]]}, r"\[patches, 3, 14, 14\]"),
         ({"pixel_values": np.zeros((4, 588)), "image_grid_thw": [[1, 2, 4]]}, "asks for 8 patches, and there are 4"),

@@ -494,7 +494,8 @@ def test_nan_pixels_are_passed_on_as_they_are():
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
-        ({}, "no pixel_values"),
+        ({}, "no pixel_values.* in the inputs; there is nothing"),
+        ({"input_ids": [[1]]}, "no pixel_values.* in the inputs; there is input_ids"),
         ({"pixel_values": np.zeros((16, 1176))}, "no image_grid_thw"),
         ({"pixel_values": np.zeros((16, 588)), "image_grid_thw": [[1, 4, 4]]}, r"must be \[patches, 1176\]"),
         (

@@ -21,7 +21,7 @@ from jaxvit.layers.attention.segments import TILE, Attend, Backend, Metadata, ke
 from jaxvit.layers.attention.tokamax import Tokamax
 from jaxvit.layers.rope import Rotation, rotate
 
-__all__ = ["BACKENDS", "TILE", "Attend", "Backend", "Metadata", "attend", "choose", "held", "key_ranges", "runs"]
+__all__ = ["BACKENDS", "TILE", "Attend", "Backend", "Metadata", "attend", "choose", "held", "key_ranges", "why_not"]
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (Dense(), Blockwise(), Cudnn(), Tokamax(), Mosaic())
@@ -64,9 +64,9 @@ def held(backend: Backend, metadata: Metadata) -> Metadata:
     return metadata if copied is None else copied(metadata)
 
 
-def runs(name: str, platform: str, dtype: str) -> bool:
-    """Whether the backend of that name can run there."""
-    return name in BACKENDS and BACKENDS[name].why_not(platform, dtype) is None
+def why_not(name: str, platform: str, dtype: str) -> str | None:
+    """Why the backend of that name cannot run there, None if it can."""
+    return BACKENDS[name].why_not(platform, dtype) if name in BACKENDS else f"there are {', '.join(BACKENDS)}"
 
 
 def choose(name: str, platform: str, dtype: str, patches: int) -> Backend:

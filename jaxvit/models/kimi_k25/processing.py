@@ -308,7 +308,8 @@ def items(inputs: Mapping[str, Any], settings: Settings, pieces_per_item: Sequen
     elif pieces_per_item is not None:
         raise MediaError("pieces_per_item is for pixel_values_videos, and there are none: leave it out")
     if not found:
-        raise MediaError(f"no pixel_values and no pixel_values_videos in the inputs, only {', '.join(sorted(inputs))}")
+        there = ", ".join(sorted(map(str, inputs))) or "nothing"
+        raise MediaError(f"no pixel_values and no pixel_values_videos in the inputs; there is {there}")
     return found
 
 

@@ -352,7 +352,8 @@ def items(inputs: Mapping[str, Any], settings: Settings, pieces_per_item: Sequen
             found.append(_from_rows(rows[start : start + count], grid, settings, collapse=not video, **extra))
             start += count
     if not found:
-        raise MediaError(f"no pixel_values and no pixel_values_videos in the inputs, only {', '.join(sorted(inputs))}")
+        there = ", ".join(sorted(map(str, inputs))) or "nothing"
+        raise MediaError(f"no pixel_values and no pixel_values_videos in the inputs; there is {there}")
     return found
 
 
