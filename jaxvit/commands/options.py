@@ -6,6 +6,8 @@ import glob
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,6 +66,25 @@ def load(
             processor=settings_of(settings),
             **options,
         )
+
+
+def buckets_up_to(ladder: Any, up_to: int | None) -> list[Any]:
+    """The ladder's buckets of at most so many tokens, the value of ``--up-to``; all where it is None."""
+    chosen = [bucket for bucket in ladder if up_to is None or bucket.tokens <= up_to]
+    if not chosen:
+        raise typer.BadParameter(f"the smallest bucket has {ladder.buckets[0].tokens} tokens", param_hint="--up-to")
+    return chosen
+
+
+@contextmanager
+def given_by(option: str) -> Iterator[None]:
+    """What the library says of an argument is said of the option that gave it."""
+    from jaxvit.errors import OptionError
+
+    try:
+        yield
+    except OptionError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
 
 
 def budgets_of(text: str | None) -> list[int] | str | None:
