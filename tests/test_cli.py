@@ -130,6 +130,10 @@ def test_bad_input_is_named_without_a_traceback_and_exits_with_2(
     assert not (tmp_path / "out.safetensors").exists()
 
 
+def test_the_version_is_said(run: Run) -> None:
+    assert run("--version") == Outcome(0, "jaxvit 0.1.0\n", "")
+
+
 def test_a_wrong_option_of_the_library_is_one_line_and_exits_with_2(run: Run, model: Path) -> None:
     outcome = run("bench", model, "--attention", "flash")
     assert outcome.code == 2
