@@ -153,6 +153,13 @@ def test_a_list_is_read_without_empty_lines_and_blanks_at_the_end_of_a_line(
     assert [entry["path"] for entry in index] == [str(photos["chelsea"]), str(photos["coffee"])]
 
 
+def test_compare_refuses_a_clip_before_anything_is_loaded(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "clip.MP4").write_bytes(b"frames")
+    outcome = run("compare", "no-such-model", tmp_path / "clip.MP4")
+    assert outcome.code == 2
+    assert "`jaxvitcompare`takespictures:`jaxvitshow`draws" in "".join(outcome.err.replace("│", "").split())
+
+
 def test_the_version_is_said(run: Run) -> None:
     assert run("--version") == Outcome(0, "jaxvit 0.1.0\n", "")
 

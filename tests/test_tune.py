@@ -618,9 +618,11 @@ def test_the_default_path_names_device_and_model() -> None:
     assert tune.default_path("a/Qwen2.5-VL-7B-Instruct", "cpu").name == "qwen2_5_vl_7b.toml"
 
 
-def test_the_command_refuses_fewer_layers_of_weights_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_fewer_layers_of_weights_that_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as exit:
-        cli.app(["tune", str(checkpoint("lfm2_5_vl")), "--layers", "2"])
+        cli.app(["tune", str(checkpoint("lfm2_5_vl")), "--layers", "2", "-o", str(tmp_path / "ladder.toml")])
     assert exit.value.code == 2
     assert "only random weights" in capsys.readouterr().err
 
