@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import sys
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -21,7 +22,7 @@ from jaxvit.commands.encode import encode
 from jaxvit.commands.inspect import inspect
 from jaxvit.commands.show import show
 from jaxvit.commands.tune import tune
-from jaxvit.machine import issue_beside
+from jaxvit.machine import issue_beside, version
 
 app = typer.Typer(
     name="jaxvit",
@@ -32,6 +33,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _say_version(asked: bool) -> bool:
+    if asked:
+        typer.echo(f"jaxvit {version('jaxvit') or 'of a clone that is not installed'}")
+        raise typer.Exit
+    return asked
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version and exit.")
+    ] = False,
+) -> None:
+    """What the command takes before the name of one of its commands."""
+
+
 for command in (demo, encode, show, compare, compile, inspect, bench, tune):
     app.command()(command)
 

@@ -75,7 +75,7 @@ def show(family: Family, item: Item, embeddings: np.ndarray, path: Path, *, titl
     name = Words(shortened(title), INK, 13, "bold")
     warning = Words("random weights: the colours carry no meaning" if random else "", ALARM, 10)
     size = times(found[0].pixels.shape[1::-1])
-    subtitle = f"{family.name}: {size} pixels, {item.tokens} tokens of {embeddings.shape[1]} values"
+    subtitle = f"{family.name}: {size} pixels, {item.tokens} tokens, {embeddings.shape[1]} values each"
     blocks = [Block(found, paint)]
     if found[-1].frames and len(found) > 1:
         places = sorted({round(place) for place in np.linspace(0, len(found) - 1, SHOWN)})

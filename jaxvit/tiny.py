@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxvit.errors import OptionError
 from jaxvit.paths import data
 from jaxvit.weights import manifests
 from jaxvit.weights.files import INDEX
@@ -175,13 +176,23 @@ def random_full_size(name: str, folder: Path, layers: int | None = None, **optio
 
 
 def cut(name: str, layers: int | None) -> tuple[dict[str, dict[str, Any]], dict[str, Shape]]:
-    """A manifest's config files and shapes with only the first layers left."""
+    """A manifest's config files and shapes with only the first layers left.
+
+    Raises:
+        OptionError: the tower has not so many layers.
+    """
     manifest = manifests.load(name)
     files = copy.deepcopy(manifest.files)
     tensors = {tensor: shape for tensor, (shape, _) in manifest.tensors.items()}
     if layers is not None:
         vision = files["config.json"]["vision_config"]
-        vision[_DEPTH[files["config.json"]["model_type"].replace("-", "_")]] = layers
+        depth = _DEPTH[files["config.json"]["model_type"].replace("-", "_")]
+        if not 1 <= layers <= vision[depth]:
+            raise OptionError(
+                f"layers is {layers}, and the tower of {manifest.repo_id} has {vision[depth]}: "
+                f"give 1 to {vision[depth]}, or leave it out for all"
+            )
+        vision[depth] = layers
         if "fullatt_block_indexes" in vision:
             vision["fullatt_block_indexes"] = [block for block in vision["fullatt_block_indexes"] if block < layers]
         tensors = {

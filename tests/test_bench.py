@@ -119,7 +119,7 @@ def test_a_load_takes_the_ladders_bucket_where_it_has_one_of_that_size(tmp_path:
     assert load_of(family, "12x64", ladder).bucket.attention == "auto"  # more pieces than it takes
 
 
-@pytest.mark.parametrize("text", ["256", "0x256x1", "1x2", "1x258", "1x4194304", "1x1004"])
+@pytest.mark.parametrize("text", ["256", "0x256x1", "1x2", "1x258", "1x4194304", "1x1004", "0x256", "1x0"])
 def test_a_load_that_cannot_be_is_refused(text: str) -> None:
     family = encoder("qwen2_5_vl").family
     with pytest.raises(OptionError, match=text):
@@ -269,23 +269,70 @@ def test_an_encoder_that_was_not_loaded_from_a_folder_has_no_weights_for_peers()
     ("arguments", "code"),
     [
         ([], 0),
-        (["--images", "448"], 2),
-        (["--json", "{folder}/no/report.json"], 2),
-        (["--loads", "1x7"], 1),
+        (["--images", "1x70000:1"], 1),  # no JPEG file is so wide
     ],
 )
 def test_the_command_writes_the_record_and_its_exit_code_says_how_it_went(
     arguments: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "report.json"
-    given = [argument.format(folder=tmp_path) for argument in arguments]
-    options = ["--json", str(path), "--loads", "1x256", "--dtype", "float32", *given]
+    options = ["--json", str(path), "--loads", "1x256", "--dtype", "float32", *arguments]
     monkeypatch.setattr(sys, "argv", ["jaxvit", "bench", str(checkpoint("lfm2_5_vl")), *options])
     with pytest.raises(SystemExit) as exit:
         cli.main()
     assert exit.value.code == code
-    if code == 0:
-        written = json.loads(path.read_text())
-        assert written["environment"]["command"].startswith("jaxvit bench")
-        assert written["model"] == "lfm2_5_vl"
-        assert [row["load"] for row in written["rows"]] == ["1x256"]
+    written = json.loads(path.read_text())
+    assert written["environment"]["command"].startswith("jaxvit bench")
+    assert written["model"] == "lfm2_5_vl"
+    assert [row["load"] for row in written["rows"]] == ["1x256"]
+    assert bool(written["failures"]) is bool(code)
+
+
+REAL = ["LiquidAI/LFM2.5-VL-450M", "--random"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{model}", "--images", "448"], "Invalid value for --images: '448' is not of the form"),
+        (["{model}", "--json", "{folder}/no/report.json"], "Invalid value for --json: the folder"),
+        (["{model}", "--plot", "p.jpg"], "Invalid value for --plot: p.jpg must end in .png"),
+        (["{model}", "--loads", "1x256,4by256"], "Invalid value for --loads: '4by256' is no load"),
+        (["{model}", "--loads", "0x256"], "Invalid value for --loads: '0x256': a load has at least one piece"),
+        (["{model}", "--loads", "1x256,1x255"], "Invalid value for --loads: '1x255': a piece of lfm2_vl has"),
+        (["{model}", "--up-to", "3"], "Invalid value for --up-to: the smallest bucket has 64 tokens"),
+        (["{model}", "--up-to", "0"], "Invalid value for --up-to: the smallest bucket has 64 tokens"),
+        (["{model}", "--layers", "2"], "Invalid value for --layers: only random weights"),
+        ([*REAL, "--layers", "99"], "Invalid value for --layers: layers is 99, and the tower of {real} has 12: give"),
+        ([*REAL, "--layers", "0"], "Invalid value for --layers: layers is 0, and the tower of {real} has 12: give"),
+    ],
+)
+def test_a_command_line_that_cannot_be_used_is_refused_before_anything_is_measured(
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("jaxvit.bench.product_rates", lambda _: pytest.fail("something was measured"))
+    places = {"folder": tmp_path, "model": checkpoint("lfm2_5_vl"), "real": REAL[0]}
+    given = [argument.format(**places) for argument in arguments]
+    monkeypatch.setattr(sys, "argv", ["jaxvit", "bench", *given, "--dtype", "float32"])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 2
+    said = "".join(capsys.readouterr().err.replace("│", "").split())  # in a box, which breaks long lines
+    assert "".join(says.format(**places).split()) in said
+
+
+def test_on_a_cpu_the_smallest_bucket_is_measured_however_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxvit.commands.bench.ON_CPU", 32)
+    path = tmp_path / "report.json"
+    options = ["--budgets", "64,128", "--dtype", "float32", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", ["jaxvit", "bench", str(checkpoint("lfm2_5_vl")), *options])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 0
+    assert [row["load"] for row in json.loads(path.read_text())["rows"]] == ["64 tokens"]

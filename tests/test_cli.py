@@ -90,6 +90,12 @@ def test_a_folder_stands_for_the_pictures_in_it(run: Run, model: Path, photos: d
     ("arguments", "says"),
     [
         (["{model}", "{photo}", "{missing}.png"], ["item 1", "{missing}.png"]),
+        (["{model}", "{list}"], ["{list}, line 3: there is no file 'no/such.png' (one of 2 such lines): check"]),
+        (["{model}", "{photo}", "{notes}"], ["{notes} names no file", "line 1: there is no file 'hello world'"]),
+        (["{model}", "{notes}", "-o", "{missing}/"], ["a list of paths, one a line, relative to the current"]),
+        (["{model}", "{missing}/"], ["there is no folder {missing}/"]),
+        (["{model}", "{photo}", "{missing}/", "-o", "{missing}/"], ["there is no folder {missing}/"]),
+        (["{model}", "{clip}"], ["`jaxvit encode` takes pictures", "`jaxvit show` draws clips", "jaxvit.Video.open"]),
         (["{missing}", "{photo}"], ["{missing}"]),
         (["{empty}", "{photo}"], ["config.json"]),
         (["{model}", "{empty}"], ["no pictures in"]),
@@ -118,6 +124,13 @@ def test_bad_input_is_named_without_a_traceback_and_exits_with_2(
     places["empty"].mkdir()
     places["taken"] = tmp_path / "taken"
     (places["taken"] / "one.json").mkdir(parents=True)
+    for name, content in (
+        ("list.txt", f"{photos['chelsea']} \t\n  \nno/such.png\nother.png\n"),
+        ("notes.txt", "hello world\n\nsecond line\n"),
+        ("clip.mp4", "frames"),
+    ):
+        places[name.partition(".")[0]] = tmp_path / name
+        (tmp_path / name).write_text(content)
     output = [] if "-o" in arguments else ["-o", str(tmp_path / "out.safetensors")]
     outcome = run("encode", *(argument.format(**places) for argument in arguments), *output)
     assert outcome.code == 2
@@ -128,6 +141,27 @@ def test_bad_input_is_named_without_a_traceback_and_exits_with_2(
     for text in says:
         assert "".join(text.format(**places).split()) in unboxed, outcome.err
     assert not (tmp_path / "out.safetensors").exists()
+    assert not places["missing"].exists()
+
+
+def test_a_list_is_read_without_empty_lines_and_blanks_at_the_end_of_a_line(
+    run: Run, model: Path, photos: dict[str, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "list.txt").write_text(f"{photos['chelsea']} \t\n \n\n{photos['coffee']}")
+    assert run("encode", model, tmp_path / "list.txt", "-o", tmp_path / "out.safetensors", *SMALL).code == 0
+    index = json.loads((tmp_path / "out.json").read_text())
+    assert [entry["path"] for entry in index] == [str(photos["chelsea"]), str(photos["coffee"])]
+
+
+def test_compare_refuses_a_clip_before_anything_is_loaded(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "clip.MP4").write_bytes(b"frames")
+    outcome = run("compare", "no-such-model", tmp_path / "clip.MP4")
+    assert outcome.code == 2
+    assert "`jaxvitcompare`takespictures:`jaxvitshow`draws" in "".join(outcome.err.replace("│", "").split())
+
+
+def test_the_version_is_said(run: Run) -> None:
+    assert run("--version") == Outcome(0, "jaxvit 0.1.0\n", "")
 
 
 def test_a_wrong_option_of_the_library_is_one_line_and_exits_with_2(run: Run, model: Path) -> None:

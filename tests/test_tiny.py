@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from jaxvit import tiny
-from jaxvit.errors import CheckpointError
+from jaxvit.errors import CheckpointError, OptionError
 from jaxvit.layers.fuse import parameter_shapes
 from jaxvit.models import family_of
 from jaxvit.weights import manifests
@@ -104,6 +104,13 @@ def test_full_attention_blocks_beyond_the_last_layer_are_dropped(tmp_path):
     files, _ = tiny.cut("Qwen/Qwen2.5-VL-3B-Instruct", 16)
     assert files["config.json"]["vision_config"]["depth"] == 16
     assert files["config.json"]["vision_config"]["fullatt_block_indexes"] == [7, 15]
+
+
+@pytest.mark.parametrize("layers", [-1, 0, 33])
+def test_layers_that_a_tower_has_not_are_refused_before_anything_is_written(tmp_path, layers):
+    with pytest.raises(OptionError, match=f"layers is {layers}, .* has 32: give 1 to 32"):
+        tiny.random_full_size("Qwen/Qwen2.5-VL-7B-Instruct", tmp_path, layers)
+    assert not list(tmp_path.iterdir())
 
 
 def test_tiny_checkpoints_go_to_the_cache_where_weights_cannot_be_written(tmp_path, monkeypatch):

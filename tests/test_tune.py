@@ -618,6 +618,21 @@ def test_the_default_path_names_device_and_model() -> None:
     assert tune.default_path("a/Qwen2.5-VL-7B-Instruct", "cpu").name == "qwen2_5_vl_7b.toml"
 
 
+def test_the_command_refuses_fewer_layers_of_weights_that_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        cli.app(["tune", str(checkpoint("lfm2_5_vl")), "--layers", "2", "-o", str(tmp_path / "ladder.toml")])
+    assert exit.value.code == 2
+    assert "only random weights" in capsys.readouterr().err
+
+
+def test_the_help_of_the_command_names_the_file_that_it_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.app(["tune", "--help"])
+    assert "buckets/<device>/<model>.toml" in "".join(capsys.readouterr().out.replace("│", "").split())
+
+
 def test_the_command_writes_a_ladder_that_load_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

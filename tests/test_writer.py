@@ -313,7 +313,9 @@ def test_the_command_takes_folders_patterns_and_lists_and_says_how_many(run, col
     (tmp_path / "list.txt").write_text(f"{collection[0]}\n\n{collection[5]}\n{tmp_path / 'missing.png'}\n")
     code, said, err = run(folder / "00[0-4].png", "-o", out)
     assert (code, err) == (0, "")
-    assert re.match(r"4 of 4 pictures encoded, 0 already there, 0 failed; \d+ tokens of 96, .* images/s, fill 0", said)
+    assert re.match(
+        r"4 of 4 pictures encoded, 0 already there, 0 failed; \d+ tokens, 96 values each, .* images/s, fill 0", said
+    )
     code, said, _ = run(tmp_path / "list.txt", "-o", f"{out}/")
     assert code == 1
     assert said == f"0 of 3 pictures encoded, 1 already there, 2 failed; see {out / 'errors.jsonl'}\n"
@@ -325,6 +327,14 @@ def test_the_command_takes_folders_patterns_and_lists_and_says_how_many(run, col
     assert len(lines(out / "errors.jsonl")) == 3
     code, said, _ = run(folder / "00[1-2].png", "-o", out)
     assert (code, said) == (0, "0 of 2 pictures encoded, 2 already there, 0 failed\n")
+
+
+def test_the_command_says_where_videos_go_that_it_cannot_encode(run, collection: list[Path], tmp_path: Path):
+    (tmp_path / "clip.mp4").write_bytes(b"frames")
+    code, said, _ = run(collection[0], tmp_path / "clip.mp4", "-o", tmp_path / "out")
+    assert code == 1
+    assert said.startswith("1 of 2 pictures encoded")
+    assert "`jaxvit encode` takes pictures, not videos: `jaxvit show` draws clips" in said
 
 
 ODD = [b"new\nline.png", b" spaces .png", b"[x]*.png", b"quote'\".png", b"\xe2\x80\xa8separator.png", b"-dash.png"]

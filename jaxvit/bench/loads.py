@@ -43,10 +43,22 @@ def load_of(family: Family, text: str, ladder: Ladder, attention: str = "auto") 
     Raises:
         OptionError: the text is not of that form, or the family has no piece of so many patches.
     """
-    match = re.fullmatch(r"(\d+)x(\d+)", text.strip())
-    if not match:
-        raise OptionError(f"{text!r} is no load: write pieces x patches of each, such as 4x1024")
-    count, patches = int(match[1]), int(match[2])
+    count, piece = piece_of(family, text)
+    pieces = repainted([piece] * count)
+    total = total_of(pieces)
+    for bucket in ladder:
+        if bucket.tokens == total.tokens and bucket.holds(total):
+            return Load(text, bucket, pieces)
+    return Load(text, complete(family, {"tokens": total.tokens, "attention": attention}), pieces)
+
+
+def piece_of(family: Family, text: str) -> tuple[int, Piece]:
+    """How many pieces ``"4x1024"`` asks for, and one of them.
+
+    Raises:
+        OptionError: the text is not of that form, or the family has no piece of so many patches.
+    """
+    count, patches = size_of(text)
     tokens, left = divmod(patches, family.merge**2)
     smallest, largest = family.budget_range()
     if left or not smallest <= tokens <= largest:
@@ -58,12 +70,22 @@ def load_of(family: Family, text: str, ladder: Ladder, attention: str = "auto") 
     if piece.rows != patches:
         near = f"{piece.rows} patches ({piece.grid[1]} x {piece.grid[2]})"
         raise OptionError(f"{text!r}: no nearly square grid has {patches} patches; the next smaller has {near}")
-    pieces = repainted([piece] * count)
-    total = total_of(pieces)
-    for bucket in ladder:
-        if bucket.tokens == total.tokens and bucket.holds(total):
-            return Load(text, bucket, pieces)
-    return Load(text, complete(family, {"tokens": total.tokens, "attention": attention}), pieces)
+    return count, piece
+
+
+def size_of(text: str) -> tuple[int, int]:
+    """Pieces, and patches of each, of ``"4x1024"``.
+
+    Raises:
+        OptionError: the text is not of that form.
+    """
+    match = re.fullmatch(r"(\d{1,9})x(\d{1,9})", text.strip())
+    if not match:
+        raise OptionError(f"{text!r:.80} is no load: write pieces x patches of each, such as 4x1024")
+    count, patches = int(match[1]), int(match[2])
+    if not count or not patches:
+        raise OptionError(f"{text!r}: a load has at least one piece of at least one patch, such as 4x1024")
+    return count, patches
 
 
 def full(family: Family, bucket: Bucket) -> Load:

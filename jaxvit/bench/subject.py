@@ -47,6 +47,7 @@ def random_checkpoint(name: str, layers: int | None = None) -> Iterator[Path]:
         layers: keep only the first ones; None for all.
     Raises:
         CheckpointError: there is no such manifest.
+        OptionError: the tower has not so many layers.
     """
     try:
         manifest = manifests.load(name)

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import logging
 import re
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from jaxvit.commands.console import Quiet, Talk, Verbose, say, stderr
-from jaxvit.commands.options import Budgets, ComputeDtype, Model, Settings, StoreFolder, load, writable
+from jaxvit.commands.options import (
+    Budgets,
+    ComputeDtype,
+    Model,
+    Settings,
+    StoreFolder,
+    buckets_up_to,
+    given_by,
+    load,
+    writable,
+)
 
 ON_CPU = 256
 """Tokens of the largest bucket that is measured on a CPU, where a larger one takes minutes, unless asked otherwise."""
@@ -21,7 +32,7 @@ Random = Annotated[
     typer.Option("--random", help="MODEL names a manifest of weights/manifests: random weights in its shapes."),
 ]
 Layers = Annotated[
-    int | None, typer.Option("--layers", help="With --random: only the first layers.", min=1, show_default=False)
+    int | None, typer.Option("--layers", help="With --random: only the first layers.", show_default=False)
 ]
 
 
@@ -72,23 +83,33 @@ def bench(
 ) -> None:
     """Speed: a call of every bucket against the floor, beside PyTorch, from JPEG bytes. Exit code 1: a step failed."""
     from jaxvit.bench import bench as run
-    from jaxvit.bench.subject import random_checkpoint, share_memory
+    from jaxvit.bench.loads import piece_of, size_of
+    from jaxvit.bench.subject import share_memory
 
     if output:
-        writable(output, ".json")
+        writable(output, ".json", option="--json")
     if plot:
-        writable(plot, ".png", ".svg", ".pdf")
-    asked = pictures_of(images)
+        writable(plot, ".png", ".svg", ".pdf", option="--plot")
+    asked, wanted = pictures_of(images), loads.split(",") if loads else None
+    with given_by("--loads"):
+        for text in wanted or []:
+            size_of(text)
     if peer or reference:
         share_memory()
-    with random_checkpoint(model, layers) if random else nullcontext(model) as folder:
-        encoder = load(str(folder), dtype, budgets, settings, store=store, attention=attention)
-        on_cpu = encoder.dispatcher.devices[0].platform == "cpu"
+    with weights_of(model, random, layers) as folder:
+        encoder = load(folder, dtype, budgets, settings, store=store, attention=attention)
+        if up_to is None and encoder.dispatcher.devices[0].platform == "cpu":
+            up_to = max(ON_CPU, encoder.ladder.buckets[0].tokens)
+        if wanted is None:
+            buckets_up_to(encoder.ladder, up_to)
+        with given_by("--loads"):
+            for text in wanted or []:
+                piece_of(encoder.family, text)
         report = run(
             encoder,
-            loads.split(",") if loads else None,
+            wanted,
             name=Path(model).name,
-            up_to=up_to or (ON_CPU if on_cpu else None),
+            up_to=up_to,
             peer=peer,
             compiled=not no_compile,
             reference=reference,
@@ -111,6 +132,20 @@ def note(text: str) -> None:
         logging.getLogger("jaxvit").info(text)
     else:
         say(text)
+
+
+@contextmanager
+def weights_of(model: str, random: bool, layers: int | None) -> Iterator[str]:
+    """The folder or id to load: of random weights, while the context lasts, where ``--random`` asks for them."""
+    from jaxvit.bench.subject import random_checkpoint
+
+    if layers is not None and not random:
+        raise typer.BadParameter("only random weights come with fewer layers: add --random", param_hint="--layers")
+    with ExitStack() as stack:
+        if random:
+            with given_by("--layers"):
+                model = str(stack.enter_context(random_checkpoint(model, layers)))
+        yield model
 
 
 def pictures_of(text: str | None) -> list[tuple[int, int, int]]:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from jaxvit.commands.console import Quiet, Verbose, progress, stdout
-from jaxvit.commands.options import Budgets, ComputeDtype, Images, Model, Settings, load, pictures, writable
+from jaxvit.commands.options import Budgets, ComputeDtype, Images, Model, Settings, load, no_clips, pictures, writable
 
 
 def compare(
@@ -42,6 +42,7 @@ def compare(
         writable(picture, *plots.SUFFIXES, option="--picture")
         plots.need()
     paths = pictures(images)
+    no_clips(paths, "compare")
     encoder = load(model, dtype, budgets, settings)
     with progress("comparing with PyTorch"):
         report = run(encoder, paths, per_layer=layers, bucketed=not exact)

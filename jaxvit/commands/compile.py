@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxvit.commands.console import Quiet, Talk, Verbose, progress, size, stdout
-from jaxvit.commands.options import Budgets, ComputeDtype, Model, Settings, StoreFolder, load
+from jaxvit.commands.options import Budgets, ComputeDtype, Model, Settings, StoreFolder, buckets_up_to, load
 
 
 def compile(
@@ -36,11 +36,7 @@ def compile(
 
     encoder = load(model, dtype, budgets, settings, store=store, devices="all" if every_device else None)
     devices = encoder.dispatcher.devices
-    chosen = [bucket for bucket in encoder.ladder if up_to is None or bucket.tokens <= up_to]
-    if not chosen:
-        raise typer.BadParameter(
-            f"the smallest bucket has {encoder.ladder.buckets[0].tokens} tokens", param_hint="--up-to"
-        )
+    chosen = buckets_up_to(encoder.ladder, up_to)
     folder = Store(store)
     table = Table(title=f"{encoder.family.name}, {encoder.dtype}, {devices[0].device_kind}", title_justify="left")
     columns = ["device"] * (len(devices) > 1) + ["tokens", "patches"]

@@ -9,7 +9,20 @@ from typing import Annotated, Any
 import typer
 
 from jaxvit.commands.console import Quiet, Talk, Verbose, progress, say, stdout
-from jaxvit.commands.options import Budgets, ComputeDtype, Dtype, Images, Model, Settings, load, pictures, writable
+from jaxvit.commands.options import (
+    ON_CLIPS,
+    VIDEOS,
+    Budgets,
+    ComputeDtype,
+    Dtype,
+    Images,
+    Model,
+    Settings,
+    load,
+    no_clips,
+    pictures,
+    writable,
+)
 
 BATCH = 64
 """Pictures a call of ``Encoder.encode``: enough to fill buckets, few enough that the bar moves."""
@@ -38,11 +51,13 @@ def encode(
     tensor that hold it. Pictures that cannot be encoded go to errors.jsonl; the exit code is then 1. What the folder
     holds is not encoded again: run the command again after an interruption, or when pictures were added.
     """
-    place, paths = Path(output), pictures(images)
+    place = Path(output)
     sharded = output.endswith(("/", "\\")) or place.is_dir() or not place.suffix
     if not output:
         raise typer.BadParameter("give a .safetensors file or a folder", param_hint="--output")
+    paths = pictures(images, some=sharded)
     if not sharded:
+        no_clips(paths, "encode")
         writable(place, ".safetensors")
         writable(place.with_suffix(".json"), ".json")
     encoder = load(model, dtype, budgets, settings)
@@ -67,9 +82,13 @@ def _to_folder(encoder: Any, paths: list[Path], folder: Path, out_dtype: str, sh
     if not Talk.quiet:
         parts = [f"{done.encoded} of {done.files} pictures encoded, {done.skipped} already there, {done.failed} failed"]
         if done.encoded:
-            parts.append(f"{done.tokens} tokens of {encoder.family.width}, {_rate(done)}, fill {done.fill:.2f}")
+            parts.append(
+                f"{done.tokens} tokens, {encoder.family.width} values each, {_rate(done)}, fill {done.fill:.2f}"
+            )
         if done.failed:
             parts.append(f"see {folder / 'errors.jsonl'}")
+            if any(path.suffix.lower() in VIDEOS for path in paths):
+                parts.append(f"`jaxvit encode` takes pictures, not videos: {ON_CLIPS}")
         stdout().print("; ".join(parts), markup=False, soft_wrap=True)
     raise typer.Exit(1 if done.failed else 0)
 
@@ -95,4 +114,5 @@ def _to_file(encoder: Any, paths: list[Path], output: Path, out_dtype: str) -> N
     save(output, arrays, {"format": "np"})
     save_text(output.with_suffix(".json"), json.dumps(index, indent=1) + "\n")
     tokens = sum(item.tokens for item in items)
-    say(f"{len(items)} pictures, {tokens} tokens of {encoder.family.width}: {output}, {output.with_suffix('.json')}")
+    written = f"{output}, {output.with_suffix('.json')}"
+    say(f"{len(items)} pictures, {tokens} tokens, {encoder.family.width} values each: {written}")

@@ -6,6 +6,8 @@ import glob
 import json
 import os
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +24,7 @@ class Dtype(StrEnum):
 
 Model = Annotated[str, typer.Argument(help="Folder with a Hugging Face snapshot, or a hub id.", show_default=False)]
 Images = Annotated[
-    list[Path],
+    list[str],  # a Path would lose the separator at the end of a folder's name
     typer.Argument(help="Pictures, folders of them, patterns in quotes, or .txt lists of paths.", show_default=False),
 ]
 ComputeDtype = Annotated[Dtype | None, typer.Option("--dtype", help="Compute dtype (default: the checkpoint's).")]
@@ -66,6 +68,25 @@ def load(
         )
 
 
+def buckets_up_to(ladder: Any, up_to: int | None) -> list[Any]:
+    """The ladder's buckets of at most so many tokens, the value of ``--up-to``; all where it is None."""
+    chosen = [bucket for bucket in ladder if up_to is None or bucket.tokens <= up_to]
+    if not chosen:
+        raise typer.BadParameter(f"the smallest bucket has {ladder.buckets[0].tokens} tokens", param_hint="--up-to")
+    return chosen
+
+
+@contextmanager
+def given_by(option: str) -> Iterator[None]:
+    """What the library says of an argument is said of the option that gave it."""
+    from jaxvit.errors import OptionError
+
+    try:
+        yield
+    except OptionError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
+
+
 def budgets_of(text: str | None) -> list[int] | str | None:
     """The value of ``--budgets`` as ``jaxvit.load`` takes it."""
     if text is None or not re.fullmatch(r"[-\s\d,]*\d[\s,]*", text):
@@ -94,22 +115,30 @@ def settings_of(pairs: list[str] | None) -> dict[str, Any]:
 
 VIDEOS = {".mp4", ".mkv", ".mov", ".avi", ".webm", ".m4v", ".mpg", ".mpeg", ".wmv", ".ogv"}
 """Of files that go in as ``jaxvit.Video.open(path)``."""
+ON_CLIPS = "`jaxvit show` draws clips, and in Python encoder.encode(jaxvit.Video.open(path)) encodes them"
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
 
 
-def pictures(paths: list[Path]) -> list[Path]:
-    """Folders replaced by the pictures in and below them, patterns and lists (.txt, a path a line) by their paths."""
+def pictures(given: Sequence[str | Path], some: bool = False) -> list[Path]:
+    """Folders replaced by the pictures in and below them, patterns and lists (.txt, a path a line) by their paths.
+
+    Args:
+        some: the caller goes on without what cannot be encoded: files of a list may be missing, though not all.
+    """
     found: list[Path] = []
-    for path in paths:
+    for name in given:
+        path = Path(name)
         if path.is_dir():
             inside = sorted(one for one in path.rglob("*") if _is_picture(one, path))
             empty = f"no pictures in {path} (looked for {', '.join(sorted(SUFFIXES))})"
         elif path.suffix.lower() == ".txt" and path.is_file():
-            inside = _listed(path)
+            inside = _listed(path, some)
             empty = f"no pictures in {path}: give it a path a line"
         elif glob.has_magic(str(path)) and not path.exists():
             inside = [Path(one) for one in sorted(glob.glob(str(path), recursive=True)) if Path(one).is_file()]
             empty = f"no pictures match {path}"
+        elif str(name).endswith(("/", "\\")) and not path.exists():
+            inside, empty = [], f"there is no folder {name}: check the path"
         else:
             inside, empty = [path], ""
         if not inside:
@@ -118,15 +147,36 @@ def pictures(paths: list[Path]) -> list[Path]:
     return found
 
 
-def _listed(path: Path) -> list[Path]:
-    """The paths of a list, a line each; a name need not be text."""
+def _listed(path: Path, some: bool) -> list[Path]:
+    """The paths of a list, a line each, without blanks at its end; a name need not be text."""
     try:
         text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
     except OSError as error:
         raise typer.BadParameter(f"{path} cannot be read ({error.strerror}): check the list") from error
     if "\0" in text:
         raise typer.BadParameter(f"{path} is no list of paths in UTF-8: save it as one")
-    return [Path(line) for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
+    lines = [line.rstrip(" \t\r") for line in text.split("\n")]
+    listed = {number: line for number, line in enumerate(lines, 1) if line.strip()}
+    if some and any(map(os.path.isfile, listed.values())):
+        return list(map(Path, listed.values()))
+    missing = [number for number, line in listed.items() if not os.path.isfile(line)]
+    if missing:
+        first = f"line {missing[0]}: there is no file {listed[missing[0]]!r:.200}"
+        if len(missing) == len(listed):
+            raise typer.BadParameter(
+                f"{path} names no file that there is ({first}): a .txt file is read as a list of paths, one a line, "
+                "relative to the current directory"
+            )
+        more = f" (one of {len(missing)} such lines)" if len(missing) > 1 else ""
+        raise typer.BadParameter(f"{path}, {first}{more}: check the path, or take the line out")
+    return list(map(Path, listed.values()))
+
+
+def no_clips(paths: Sequence[Path], command: str) -> None:
+    """Refuses video files among the pictures of a command, in its words."""
+    for path in paths:
+        if path.suffix.lower() in VIDEOS and os.path.isfile(path):
+            raise typer.BadParameter(f"{path} is a video, and `jaxvit {command}` takes pictures: {ON_CLIPS}")
 
 
 def picture_or_clip(path: Path, fps: float | None = None) -> Any:

@@ -43,4 +43,4 @@ def show(
     with progress("encoding"):
         (embeddings,) = encoder.encode(item)
     plots.show(encoder.family, item, embeddings, output, title=image.name, random=is_random(encoder.folder))
-    say(f"{item.tokens} tokens of {embeddings.shape[1]}: {output}")
+    say(f"{item.tokens} tokens, {embeddings.shape[1]} values each: {output}")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from jaxvit.commands.bench import Layers, Random, note
+from jaxvit.commands.bench import Layers, Random, note, weights_of
 from jaxvit.commands.console import Quiet, Verbose, say
 from jaxvit.commands.options import Budgets, ComputeDtype, Model, Settings, StoreFolder, budgets_of, load, writable
 
@@ -18,7 +17,7 @@ def tune(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="The ladder file (default: buckets/<device>/<model>.toml).", show_default=False
+            "--output", "-o", help="The ladder file (default: `buckets/<device>/<model>.toml`).", show_default=False
         ),
     ] = None,
     seconds: Annotated[
@@ -40,12 +39,11 @@ def tune(
     """
     from jaxvit import tune as tuning
     from jaxvit.bench.report import show
-    from jaxvit.bench.subject import random_checkpoint
 
     if output:
         writable(output, ".toml")
-    with random_checkpoint(model, layers) if random else nullcontext(model) as folder:
-        encoder = load(str(folder), dtype, budgets, settings, store=store)
+    with weights_of(model, random, layers) as folder:
+        encoder = load(folder, dtype, budgets, settings, store=store)
         tuned = tuning.tune(
             encoder, encoder.ladder if budgets_of(budgets) is not None else None, seconds=seconds, note=note
         )

@@ -30,7 +30,7 @@ class Manifest:
 
 
 def names() -> list[str]:
-    """The manifests there are, such as ``Qwen--Qwen2.5-VL-7B-Instruct``."""
+    """The manifests there are, such as ``Qwen--Qwen2.5-VL-7B-Instruct``: in a repository's id the dashes are a "/"."""
     return sorted(path.stem for path in _folder().glob("*.json"))
 
 
@@ -38,7 +38,7 @@ def load(name: str) -> Manifest:
     """One manifest, by its name or by the repository's id."""
     path = _folder() / f"{name.replace('/', '--')}.json"
     if not path.is_file():
-        raise KeyError(f"no manifest {name!r}; there are {', '.join(names())}")
+        raise KeyError(f"no manifest {name!r}; there are {', '.join(names()).replace('--', '/')}")
     raw = json.loads(path.read_text(encoding="utf-8"))
     files = {f"{field}.json": raw[field] for field in _FILES if field in raw}
     tensors = {tensor: (tuple(shape), dtype) for tensor, (shape, dtype) in raw["tensors"].items()}

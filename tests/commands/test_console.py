@@ -76,9 +76,19 @@ def encode(photos: dict[str, Path], tmp_path: Path) -> tuple[object, ...]:
 
 def test_a_terminal_shows_loading_and_encoding(terminal: Run, encode: tuple[object, ...]) -> None:
     said = terminal(*encode)
-    for part in ("loading", "encoding", "0/2", "out.safetensors"):
+    for part in ("loading", "encoding", "0/2", "tokens, 96 values each", "out.safetensors", "out.json"):
         assert part in said
     assert COLOUR.search(said)
+
+
+def test_show_says_how_many_tokens_it_drew_and_so_does_the_picture(
+    terminal: Run, photos: dict[str, Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "map.svg"
+    said = terminal("show", checkpoint("qwen2_5_vl"), photos["chelsea"], "-o", output, *SMALL)
+    assert re.search(r"\d+ tokens, 96 values each: .*map\.svg", said)
+    assert re.search(r"pixels, \d+ tokens, 96 values each", output.read_text())
 
 
 def test_no_color_keeps_the_progress_and_drops_the_colours(
