@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from jaxvit import __version__
 from jaxvit.commands.bench import bench
 from jaxvit.commands.compare import compare
 from jaxvit.commands.compile import compile
@@ -22,7 +23,7 @@ from jaxvit.commands.encode import encode
 from jaxvit.commands.inspect import inspect
 from jaxvit.commands.show import show
 from jaxvit.commands.tune import tune
-from jaxvit.machine import issue_beside, version
+from jaxvit.machine import issue_beside
 
 app = typer.Typer(
     name="jaxvit",
@@ -37,7 +38,7 @@ app = typer.Typer(
 
 def _say_version(asked: bool) -> bool:
     if asked:
-        typer.echo(f"jaxvit {version('jaxvit') or 'of a clone that is not installed'}")
+        typer.echo(f"jaxvit {__version__}")
         raise typer.Exit
     return asked
 

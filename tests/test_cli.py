@@ -161,7 +161,7 @@ def test_compare_refuses_a_clip_before_anything_is_loaded(run: Run, tmp_path: Pa
 
 
 def test_the_version_is_said(run: Run) -> None:
-    assert run("--version") == Outcome(0, "jaxvit 0.1.0\n", "")
+    assert run("--version") == Outcome(0, f"jaxvit {jaxvit.__version__}\n", "")
 
 
 def test_a_wrong_option_of_the_library_is_one_line_and_exits_with_2(run: Run, model: Path) -> None:
