@@ -63,7 +63,8 @@ def load(
         on_overflow: what happens to a piece larger than every bucket: "compile" one for it, or "error".
         store: folder of compiled executables; None for the user's cache folder, False for none.
     Raises:
-        OptionError: an argument cannot be used. CheckpointError: the files cannot. LadderError: the budgets cannot.
+        OptionError: an argument cannot be used. CheckpointError: the files cannot. LadderError: the budgets cannot, or
+            the attention cannot run here.
         CapacityError: weights, inputs and outputs of a bucket exceed the device's memory.
     """
     checks.kind("model", model, (str, os.PathLike), "a folder's path or a hub id")
@@ -80,6 +81,10 @@ def load(
     folder = hub.fetch_weights(model, folder, family.keys)
     compute = _dtype(dtype, dtype_of(folder, family.keys))
     ladder = _ladder.resolve(family, budgets, placed[0], max_pieces)
+    if attention != "auto":
+        _attention.choose(attention, placed[0].platform, compute, ladder.buckets[0].patches)
+    elif isinstance(budgets, str | os.PathLike):  # of a ladder that was found, whoever loads knows nothing
+        _ladder.say_replaced(ladder, placed[0].platform, compute)
     shapes, layout = parameter_shapes(module_of(family)), weights_of(family, placed[0].platform, compute)
     stream = load_parameters(folder, family.keys, shapes, jnp.dtype(compute), layout.widened)
     weights = layout.pack(stream, lambda array: [jax.device_put(array, device) for device in placed])

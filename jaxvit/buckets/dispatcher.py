@@ -22,7 +22,7 @@ from jaxvit.buckets.devices import interleave, naming, spread
 from jaxvit.buckets.executable import Executable, Pixels, Program, check_weights, compile_program
 from jaxvit.buckets.ladder import AXES, Ladder, overflow_bucket, words
 from jaxvit.errors import CapacityError
-from jaxvit.layers.attention import choose, why_not
+from jaxvit.layers.attention import why_not
 from jaxvit.models.family import Bucket, Demand, Family, Item, Piece
 from jaxvit.threads import submitted, with_stack
 
@@ -144,7 +144,6 @@ class Dispatcher:
     Raises:
         CapacityError: a bucket cannot fit on a device, whatever its program needs beside weights, inputs and outputs.
         OptionError: the weights are not those that the family's programs take.
-        LadderError: ``attention`` cannot run on the devices.
     """
 
     def __init__(
@@ -163,7 +162,6 @@ class Dispatcher:
         self.attention, self.on_overflow, self.build = attention, on_overflow, build
         for device, arrays in zip(self.devices, self.weights, strict=True):
             check_weights(family, dtype, device, arrays)
-        self._check_attention()
         self.strict = False
         self.statistics = Statistics()
         self._lock = threading.Lock()
@@ -224,19 +222,6 @@ class Dispatcher:
             f"{words(nearest, axes)}; load with larger budgets or a ladder file whose buckets hold more "
             f'{" and ".join(axes)}, or with on_overflow="compile"'
         )
-
-    def _check_attention(self) -> None:
-        """Refuses a backend that cannot run, where the caller chose it; the ladder's is replaced, and that is said."""
-        platform = self.devices[0].platform
-        if self.attention != "auto":
-            choose(self.attention, platform, self.dtype, self.ladder.buckets[0].patches)
-            return
-        for name, count in Counter(bucket.attention for bucket in self.ladder if bucket.attention != "auto").items():
-            if reason := why_not(name, platform, self.dtype):
-                log.warning(
-                    "%s: attention %r, which %d buckets name, cannot run here (%s): they take what 'auto' takes",
-                    self.ladder.source, name, count, reason,
-                )  # fmt: skip
 
     def _check_ladder(self, device: jax.Device, weights: Sequence[jax.Array]) -> None:
         """Refuses a bucket that cannot fit on the device, before anything is compiled. Temporaries come on top."""

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -132,6 +133,16 @@ def resolve(
     if budgets is not None:
         return from_budgets(family, budgets, max_pieces, device.platform)
     return find(family, device.device_kind, max_pieces) or default_ladder(family, device.platform, max_pieces)
+
+
+def say_replaced(ladder: Ladder, platform: str, dtype: str) -> None:
+    """Warns of attention backends of a ladder that cannot run there. Buckets that name one take what "auto" takes."""
+    for name, count in Counter(bucket.attention for bucket in ladder if bucket.attention != "auto").items():
+        if reason := BACKENDS[name].why_not(platform, dtype):
+            log.warning(
+                "%s: attention %r, which %d buckets name, cannot run here (%s): they take what 'auto' takes",
+                ladder.source, name, count, reason,
+            )  # fmt: skip
 
 
 def default_ladder(family: Family, platform: str, max_pieces: int | None = None) -> Ladder:
@@ -268,9 +279,8 @@ def complete(family: Family, given: Mapping[str, Any], max_pieces: int | None = 
     smallest, _ = family.budget_range()
     least = smallest * family.merge**2
     if tokens < smallest:
-        raise LadderError(
-            f"tokens = {tokens}: no piece can use it, the smallest of {family.name} has {smallest}: give so many"
-        )
+        legal = f"the smallest of {family.name} has {smallest}: give {smallest} or more"
+        raise LadderError(f"tokens = {tokens}: no piece can use it, {legal}")
     patches = whole(given.get("patches", whole_blocks(tokens * family.merge**2, block)), "patches")
     if patches % block:
         multiple = whole_blocks(patches, block)

@@ -118,9 +118,10 @@ class Store:
         except IsADirectoryError:  # this entry's fault alone: others are kept
             log.warning("executable store: %s is a folder, so its executable is not kept: remove it", path)
         except FileNotFoundError as error:
-            if not self.folder.is_dir():
+            if self.folder.is_dir():
+                log.warning("executable store: %s was removed while it was written, and is not kept", path)
+            else:
                 self._unwritable(error)
-            log.warning("executable store: %s was removed while it was written, and is not kept", path)
         except OSError as error:
             self._unwritable(error)
         except Exception as error:
