@@ -71,6 +71,16 @@ def test_the_layout_is_the_fixed_one(root: Path) -> None:
         assert (root / name).is_dir(), name
 
 
+def test_no_code_of_the_buckets_names_a_family(root: Path) -> None:
+    folders = [path.parent.name for path in (root / "jaxvit" / "models").glob("*/config.py")]
+    words = {re.split(r"[\d_]", name)[0] for name in folders}
+    assert words == {"kimi", "qwen", "lfm"}
+    sources = list((root / "jaxvit" / "buckets").glob("*.py"))
+    assert len(sources) > 5
+    named = re.compile("|".join(words), re.IGNORECASE)
+    assert not [path.name for path in sources if named.search(path.read_text(encoding="utf-8"))]
+
+
 def test_every_photo_is_licensed_and_is_the_file_that_was_licensed(photos: dict[str, Path]) -> None:
     assert len(photos) >= 2
     licences = (next(iter(photos.values())).parent / "LICENSES.md").read_text()
