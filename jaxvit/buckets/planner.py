@@ -19,9 +19,11 @@ from jaxvit.buckets.ladder import Ladder
 from jaxvit.errors import CapacityError
 from jaxvit.models.family import Demand
 
+FEW = 7
+"""Up to so many pieces, the cheapest of all plans is found."""
 EFFORT, MORE = 6400, 128
-"""The cheapest of all plans is found where that is little work, and so much more for every piece: for seven pieces, 64
-that are all equal, or 2,000 of which few fit a call."""
+"""And of more, where that is so little work, and so much more for every piece: for 64 that are all equal, or 2,000 of
+which few fit a call."""
 STATE = 32
 """Work of a state of :func:`_exact`; comparing two calls is 1, some 70 ns."""
 POLISH = 16
@@ -82,7 +84,7 @@ def plan(demands: Sequence[Demand], ladder: Ladder) -> list[Call]:
     for index, demand in enumerate(demands):
         kinds.setdefault(demand, []).append(index)
     costs.check(kinds)
-    if _effort(kinds, costs) <= EFFORT + MORE * len(demands):
+    if len(demands) <= FEW or _effort(kinds, costs) <= EFFORT + MORE * len(demands):
         drafts = _exact(kinds, costs)
     else:
         drafts = _pack(demands, costs)
