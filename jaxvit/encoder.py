@@ -280,8 +280,6 @@ class Encoder:
             OptionError: no bucket is as small as ``up_to``.
         """
         checks.positive("up_to", up_to, int, "a number of tokens")
-        if up_to is not None and up_to < (smallest := self.ladder.buckets[0].tokens):
-            raise OptionError(f"up_to is {up_to}; the smallest bucket has {smallest} tokens")
         self.dispatcher.warmup(up_to)
         self.dispatcher.strict = strict
 

@@ -35,7 +35,11 @@ def load(**options: Any) -> jaxvit.Encoder:
         (lambda: encoder("lfm2_5_vl").encode_iter([], lookahead=0), "lookahead is 0; give a number of items"),
         (lambda: encoder("lfm2_5_vl").warmup(-1), "up_to is -1; give a number of tokens, or None"),
         (lambda: encoder("lfm2_5_vl").warmup(True), "up_to is True; give a number of tokens, or None"),
-        (lambda: encoder("lfm2_5_vl").warmup(63), "up_to is 63; the smallest bucket has 64 tokens"),
+        (lambda: encoder("lfm2_5_vl").warmup(63), "the smallest bucket has 64 tokens, and up_to is 63"),
+        (
+            lambda: bench(encoder("lfm2_5_vl"), up_to=63, host=False),
+            "the smallest bucket has 64 tokens, and up_to is 63",
+        ),
         (lambda: bench(encoder("lfm2_5_vl"), up_to=0), "up_to is 0; give a number of tokens, or None"),
         (lambda: tune(encoder("lfm2_5_vl"), seconds=float("nan")), "seconds is nan; give a number of seconds, or None"),
         (lambda: bench(encoder("lfm2_5_vl"), "1x256,4x64"), r"give a list, such as \['1x256', '4x64'\]"),

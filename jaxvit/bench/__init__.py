@@ -138,5 +138,4 @@ def _loads(encoder: Encoder, loads: Sequence[str] | None, up_to: int | None) -> 
     if loads is not None:
         attention = encoder.dispatcher.attention
         return {text: lambda text=text: load_of(family, text, ladder, attention) for text in loads}
-    chosen = [bucket for bucket in ladder if up_to is None or bucket.tokens <= up_to]
-    return {f"{bucket.tokens} tokens": lambda bucket=bucket: full(family, bucket) for bucket in chosen}
+    return {f"{one.tokens} tokens": lambda one=one: full(family, one) for one in ladder.of_budgets(up_to)}

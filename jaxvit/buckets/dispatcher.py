@@ -355,8 +355,9 @@ class Dispatcher:
             progress: called as each bucket is built.
         Raises:
             CapacityError: a bucket cannot fit on a device; nothing ran.
+            OptionError: no bucket is as small as ``up_to``.
         """
-        chosen = [bucket for bucket in self.ladder.buckets if up_to is None or bucket.tokens <= up_to]
+        chosen = self.ladder.of_budgets(up_to)
         keys: list[Key] = [(bucket, "uint8", device) for bucket in chosen for device in range(len(self.devices))]
         built = []
         for (bucket, _, device), executable in self._built(keys):

@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxvit import paths
 from jaxvit.buckets.rule import ACCELERATOR, Rule, known, milliseconds, read, rule_of, rungs, up, whole
-from jaxvit.errors import LadderError
+from jaxvit.errors import LadderError, OptionError
 from jaxvit.layers.attention import BACKENDS
 from jaxvit.models.family import Bucket, Demand, Family
 
@@ -101,6 +101,17 @@ class Ladder:
         """The buckets of at most so many patches, None if there are none."""
         kept = tuple(bucket for bucket in self.buckets if bucket.patches <= patches)
         return replace(self, buckets=kept) if kept else None
+
+    def of_budgets(self, up_to: int | None) -> tuple[Bucket, ...]:
+        """The buckets of at most so many tokens, all where it is None.
+
+        Raises:
+            OptionError: there are none.
+        """
+        kept = tuple(bucket for bucket in self.buckets if up_to is None or bucket.tokens <= up_to)
+        if not kept:
+            raise OptionError(f"the smallest bucket has {self.buckets[0].tokens} tokens, and up_to is {up_to}")
+        return kept
 
     def constant(self, bucket: Bucket) -> float:
         """Milliseconds of a call of the bucket without attention: measured, else modelled."""

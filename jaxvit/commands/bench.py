@@ -18,7 +18,6 @@ from jaxvit.commands.options import (
     Model,
     Settings,
     StoreFolder,
-    buckets_up_to,
     given_by,
     load,
     writable,
@@ -101,7 +100,8 @@ def bench(
         if up_to is None and encoder.dispatcher.devices[0].platform == "cpu":
             up_to = max(ON_CPU, encoder.ladder.buckets[0].tokens)
         if wanted is None:
-            buckets_up_to(encoder.ladder, up_to)
+            with given_by("--up-to"):
+                encoder.ladder.of_budgets(up_to)
         with given_by("--loads"):
             for text in wanted or []:
                 piece_of(encoder.family, text)

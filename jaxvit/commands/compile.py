@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxvit.commands.console import Quiet, Talk, Verbose, progress, size, stdout
-from jaxvit.commands.options import Budgets, ComputeDtype, Model, Settings, StoreFolder, buckets_up_to, load
+from jaxvit.commands.options import Budgets, ComputeDtype, Model, Settings, StoreFolder, given_by, load
 
 
 def compile(
@@ -36,7 +36,8 @@ def compile(
 
     encoder = load(model, dtype, budgets, settings, store=store, devices="all" if every_device else None)
     devices = encoder.dispatcher.devices
-    chosen = buckets_up_to(encoder.ladder, up_to)
+    with given_by("--up-to"):
+        chosen = encoder.ladder.of_budgets(up_to)
     folder = Store(store)
     table = Table(title=f"{encoder.family.name}, {encoder.dtype}, {devices[0].device_kind}", title_justify="left")
     columns = ["device"] * (len(devices) > 1) + ["tokens", "patches"]

@@ -68,14 +68,6 @@ def load(
         )
 
 
-def buckets_up_to(ladder: Any, up_to: int | None) -> list[Any]:
-    """The ladder's buckets of at most so many tokens, the value of ``--up-to``; all where it is None."""
-    chosen = [bucket for bucket in ladder if up_to is None or bucket.tokens <= up_to]
-    if not chosen:
-        raise typer.BadParameter(f"the smallest bucket has {ladder.buckets[0].tokens} tokens", param_hint="--up-to")
-    return chosen
-
-
 @contextmanager
 def given_by(option: str) -> Iterator[None]:
     """What the library says of an argument is said of the option that gave it."""

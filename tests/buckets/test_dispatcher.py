@@ -520,6 +520,13 @@ def test_a_ladder_s_attention_that_cannot_run_is_replaced_and_named(tmp_path: Pa
     assert names == ["xla", "dense"]
 
 
+def test_of_several_pieces_that_are_too_large_the_first_is_named():
+    shared = load("qwen2_5_vl", budgets=[64], on_overflow="error")
+    small, large = shared.prepare([picture(56, 56), picture(336, 336)])
+    with pytest.raises(CapacityError, match=r"^item 1: "):
+        shared.plan([small, large, large])
+
+
 def test_an_attention_of_ones_own_that_cannot_run_is_refused_at_load():
     with pytest.raises(LadderError, match="attention 'cudnn' cannot run here: needs an NVIDIA GPU"):
         load("lfm2_5_vl", attention="cudnn")
